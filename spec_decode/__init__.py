@@ -1,0 +1,1 @@
+"""Speculative decoding drivers; empty until they land."""
