@@ -1,0 +1,215 @@
+"""Every buffer of the kernel by name: what lives in VMEM, SMEM and HBM. The kernel allocates from these lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from megakernel.program import LANES, round_up
+
+if TYPE_CHECKING:
+    from megakernel.plan import Plan
+
+_ITEM_BYTES = {"float32": 4, "uint32": 4, "int32": 4, "bfloat16": 2}
+MAX_STOP_TOKENS = 8
+REQUEST_INTS = 4
+"""Per sequence: first position, given tokens, new tokens wanted, (spare)."""
+STATUS_INTS = 4
+"""Per sequence: steps run, new tokens, finish reason, first bad layer or -1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes with the two minor dimensions padded to whole tiles, as VMEM holds them."""
+        size = _ITEM_BYTES[self.dtype]
+        *major, second, minor = (1, *self.shape) if len(self.shape) == 1 else self.shape
+        return math.prod(major) * round_up(second, 32 // size) * round_up(minor, LANES) * size
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
+    """Scratch of one launch. `out_NAME` is the output of the streamed product NAME."""
+    from megakernel.plan import POSITION_GROUP
+
+    config, rows, sequences = plan.config, plan.rows, plan.sequences
+    hidden, activations = config.hidden_size, plan.activations
+    head_dim, taps = config.kda_head_dim, config.short_conv_kernel_size
+    buffers = {
+        "ring": Buffer((plan.ring_depth, plan.block_k, plan.block_n), plan.weights),
+        "vectors": Buffer((2, *plan.vector_table), "float32"),
+        "embedding_rows": Buffer((sequences, POSITION_GROUP, hidden), plan.weights),
+        "prefix": Buffer((rows, hidden), "float32"),
+        "snapshots": Buffer((max(config.num_snapshots, 1), rows, hidden), "float32"),
+        "operand": Buffer((rows, plan.operand_width), activations),
+        "scaled_logits": Buffer((rows, plan.output_width(plan.matrices["head"])), "float32"),
+        **{f"out_{name}": Buffer((rows, plan.output_width(m)), "float32") for name, m in plan.matrices.items()},
+    }
+    if config.kda_layers:
+        buffers |= {
+            "state": Buffer((config.kda_num_heads, sequences, head_dim, head_dim), "float32"),
+            "tails": Buffer((taps - 1, rows, 3 * config.kda_width), "float32"),
+            "kda_rows": Buffer((5, rows, config.kda_width), "float32"),
+            "kda_read": Buffer((rows, config.kda_width), "float32"),
+        }
+    if config.mla_layers:
+        latent, heads = plan.latent_lanes, config.num_attention_heads
+        buffers |= {
+            "page": Buffer((2, plan.page, latent), activations),
+            "latent_group": Buffer((sequences, POSITION_GROUP, latent), activations),
+            "fresh": Buffer((rows, latent), activations),
+            "queries": Buffer((rows, heads, latent), "float32"),
+            "contexts": Buffer((rows, heads, config.kv_lora_rank), "float32"),
+        }
+    if plan.moe_layers:
+        expert = plan.weights if config.expert_format == "bf16" else "uint32"
+        (in_rows, in_lanes), (out_rows, out_lanes) = plan.expert_shapes
+        buffers |= {
+            "expert_in": Buffer((plan.expert_slots, in_rows, in_lanes), expert),
+            "expert_out": Buffer((plan.expert_slots, out_rows, out_lanes), expert),
+            "expert_weights": Buffer((rows, round_up(config.num_experts, LANES)), "float32"),
+            "expert_input": Buffer((rows, config.routed_expert_hidden_size), activations),
+            "expert_sum": Buffer((rows, out_lanes), "float32"),
+        }
+    return buffers
+
+
+def smem_scratch(plan: Plan) -> dict[str, Buffer]:
+    return {
+        "chosen_experts": Buffer((max(plan.max_distinct_experts, 1),), "int32"),
+        "current": Buffer((3, plan.sequences), "int32"),
+    }
+
+
+def semaphore_counts(plan: Plan) -> dict[str, int]:
+    counts = {"ring_done": plan.ring_depth, "vectors_done": 2, "embedding_done": 1}
+    if plan.config.kda_layers:
+        counts |= {"state_in": 1, "state_out": 1, "tails_in": 1, "tails_out": 1}
+    if plan.config.mla_layers:
+        counts |= {"page_done": 2, "group_in": 1, "group_out": 1}
+    if plan.moe_layers:
+        counts |= {"expert_in_done": plan.expert_slots, "expert_out_done": plan.expert_slots}
+    if plan.keep_logits:
+        counts["logits_done"] = 1
+    return counts
+
+
+def weight_buffers(plan: Plan) -> dict[str, Buffer]:
+    """Read-only HBM arrays that the packer fills."""
+    from megakernel.plan import POSITION_GROUP
+
+    config = plan.config
+    buffers = {
+        "tape": Buffer((plan.tape_blocks, plan.block_k, plan.block_n), plan.weights),
+        "vector_tables": Buffer((config.num_hidden_layers + 1, *plan.vector_table), "float32"),
+        "embedding": Buffer((round_up(config.vocab_size, POSITION_GROUP), config.hidden_size), plan.weights),
+    }
+    if plan.moe_layers:
+        expert = plan.weights if config.expert_format == "bf16" else "uint32"
+        experts = plan.moe_layers * config.num_experts
+        shape_in, shape_out = plan.expert_shapes
+        buffers |= {"bank_in": Buffer((experts, *shape_in), expert), "bank_out": Buffer((experts, *shape_out), expert)}
+    return buffers
+
+
+def cache_buffers(plan: Plan) -> dict[str, Buffer]:
+    """HBM arrays that outlive a launch: KDA states and conv tails, MLA latents."""
+    config, sequences = plan.config, plan.sequences
+    buffers = {}
+    if config.kda_layers:
+        layers, dim = len(config.kda_layers), config.kda_head_dim
+        taps = config.short_conv_kernel_size - 1
+        buffers |= {
+            "states": Buffer((layers, config.kda_num_heads, sequences, dim, dim), "float32"),
+            "conv_tails": Buffer((layers, taps, plan.rows, 3 * config.kda_width), "float32"),
+        }
+    if config.mla_layers:
+        shape = (len(config.mla_layers), sequences, plan.context, plan.latent_lanes)
+        buffers["latents"] = Buffer(shape, plan.activations)
+    return buffers
+
+
+def request_buffers(plan: Plan) -> dict[str, Buffer]:
+    """What the host writes for one launch. The first three live in SMEM, the last two in VMEM."""
+    return {
+        "tokens": Buffer((plan.sequences, plan.launch_steps), "int32"),
+        "request": Buffer((plan.sequences, REQUEST_INTS), "int32"),
+        "stop_tokens": Buffer((MAX_STOP_TOKENS,), "int32"),
+        "sampling_floats": Buffer((plan.rows, LANES), "float32"),
+        "sampling_ints": Buffer((plan.rows, LANES), "int32"),
+    }
+
+
+def result_buffers(plan: Plan) -> dict[str, Buffer]:
+    """What the host reads after a launch (SMEM), and on request every step's logits (HBM)."""
+    buffers = {
+        "new_tokens": Buffer((plan.sequences, plan.launch_steps), "int32"),
+        "logprobs": Buffer((plan.sequences, plan.launch_steps), "float32"),
+        "status": Buffer((plan.sequences, STATUS_INTS), "int32"),
+    }
+    if plan.keep_logits:
+        width = plan.output_width(plan.matrices["head"])
+        buffers["step_logits"] = Buffer((plan.launch_steps, plan.rows, width), "float32")
+    return buffers
+
+
+SMEM_REQUEST = ("tokens", "request", "stop_tokens")
+SMEM_RESULT = ("new_tokens", "logprobs", "status")
+
+
+def vmem_map(plan: Plan) -> dict[str, int]:
+    """Bytes of VMEM by buffer."""
+    request = {name: buffer for name, buffer in request_buffers(plan).items() if name not in SMEM_REQUEST}
+    return {name: buffer.padded_bytes for name, buffer in (vmem_buffers(plan) | request).items()}
+
+
+def smem_map(plan: Plan) -> dict[str, int]:
+    """Bytes of SMEM by buffer."""
+    buffers = smem_scratch(plan)
+    buffers |= {name: request_buffers(plan)[name] for name in SMEM_REQUEST}
+    buffers |= {name: result_buffers(plan)[name] for name in SMEM_RESULT}
+    return {name: buffer.bytes for name, buffer in buffers.items()}
+
+
+def hbm_map(plan: Plan) -> dict[str, int]:
+    """Bytes of HBM by array."""
+    buffers = weight_buffers(plan) | cache_buffers(plan)
+    if plan.keep_logits:
+        buffers["step_logits"] = result_buffers(plan)["step_logits"]
+    return {name: buffer.padded_bytes for name, buffer in buffers.items()}
+
+
+def step_bytes(plan: Plan, position: int | None = None) -> dict[str, int]:
+    """Bytes that one step moves between HBM and VMEM at `position` (default: half the context), at most.
+
+    Experts count as if no two rows chose the same one. A resident tape counts zero.
+    """
+    from megakernel.plan import BYTES, POSITION_GROUP
+
+    config, sequences = plan.config, plan.sequences
+    position = plan.context // 2 if position is None else position
+    caches = cache_buffers(plan)
+    moved = {
+        "tape": 0 if plan.tape_is_resident else plan.tape_bytes,
+        "vectors": weight_buffers(plan)["vector_tables"].padded_bytes,
+        "experts": plan.moe_layers * plan.max_distinct_experts * plan.expert_bytes,
+        "embedding": sequences * POSITION_GROUP * config.hidden_size * BYTES[plan.weights],
+    }
+    if config.kda_layers:
+        moved["KDA states"] = 2 * caches["states"].padded_bytes
+        moved["conv tails"] = 2 * caches["conv_tails"].padded_bytes
+    if config.mla_layers:
+        pages = -(-position // plan.page)
+        positions = pages * plan.page + 2 * POSITION_GROUP
+        moved["MLA latents"] = (
+            len(config.mla_layers) * sequences * positions * plan.latent_lanes * BYTES[plan.activations]
+        )
+    return moved

@@ -1,0 +1,368 @@
+"""All static numbers of one kernel: block shape, ring depth, windows, memory maps. Pure Python.
+
+A plan is hashable: it is the static argument of the compiled launch. Whatever a machine cannot do is refused here,
+with the numbers and the knob to turn, before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import cached_property
+
+from megakernel import program
+from megakernel.program import LANES, Matrix, round_up
+from megakernel.target import CPU, MIB, Number, Target
+from model.config import ModelConfig
+
+BYTES = {"float32": 4, "bfloat16": 2}
+POSITION_GROUP = 16
+"""Cache positions (and embedding rows) that move together: one packed tile of any number format."""
+MAX_ROWS = 16
+_BLOCK_OVERHEAD_BYTES = 256 << 10
+"""Cost of handling one block, as bytes of stream: what the block-shape search trades against padding."""
+_VMEM_SHARE = 0.9
+"""Part of VMEM that a plan may fill; the rest is the compiler's own scratch."""
+_MAX_BLOCK_BYTES = 4 * MIB
+
+
+class PlanError(ValueError):
+    """A request that no plan can serve; the message has the numbers and the knob to turn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a matrix lies in blocks of `[block_k, block_n]`.
+
+    A long matrix (`fold == 1`) is cut along k into `k_tiles` blocks for every output tile; a short one stacks `fold`
+    output tiles in one block. Output tiles run group by group, then along n.
+    """
+
+    k_padded: int
+    k_tiles: int
+    fold: int
+    tiles_per_group: int
+    groups: int
+
+    @property
+    def tiles(self) -> int:
+        return self.groups * self.tiles_per_group
+
+    @property
+    def blocks(self) -> int:
+        return self.tiles * self.k_tiles if self.fold == 1 else -(-self.tiles // self.fold)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """See `make_plan`; every size below derives from these fields."""
+
+    config: ModelConfig
+    target: Target
+    sequences: int
+    context: int
+    launch_steps: int
+    page: int
+    activations: Number
+    weights: Number
+    block_k: int
+    block_n: int
+    ring_depth: int
+    expert_slots: int
+    keep_logits: bool
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the tile that every product computes on; rows past the sequences are padding."""
+        return max(self.target.min_row_tile, round_up(self.sequences, 8))
+
+    # ---- tape ----
+
+    @cached_property
+    def matrices(self) -> dict[str, Matrix]:
+        return program.all_matrices(self.config)
+
+    def tiling(self, matrix: Matrix) -> Tiling:
+        return tile_matrix(matrix, self.block_k, self.block_n)
+
+    def blocks(self, matrices: tuple[Matrix, ...]) -> int:
+        return sum(self.tiling(matrix).blocks for matrix in matrices)
+
+    @cached_property
+    def layer_starts(self) -> tuple[tuple[int, int], ...]:
+        """First tape block of each layer's attention and FFN; last, of the LM head."""
+        starts, block = [], 0
+        for layer in range(self.config.num_hidden_layers):
+            attention = block
+            block += self.blocks(program.attention_matrices(self.config, layer))
+            starts.append((attention, block))
+            block += self.blocks(program.ffn_matrices(self.config, layer))
+        return (*starts, (block, block))
+
+    @cached_property
+    def tape_blocks(self) -> int:
+        return self.layer_starts[-1][0] + self.blocks(program.head_matrices(self.config))
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_k * self.block_n * BYTES[self.weights]
+
+    @property
+    def tape_bytes(self) -> int:
+        return self.tape_blocks * self.block_bytes
+
+    @property
+    def tape_is_resident(self) -> bool:
+        """The whole tape fits in the ring: it is read from HBM once a launch, not once a step."""
+        return self.ring_depth >= self.tape_blocks
+
+    @cached_property
+    def tape_parameters(self) -> int:
+        """Weights on the tape without padding."""
+        total = sum(matrix.parameters for matrix in program.head_matrices(self.config))
+        for layer in range(self.config.num_hidden_layers):
+            total += sum(matrix.parameters for matrix in program.attention_matrices(self.config, layer))
+            total += sum(matrix.parameters for matrix in program.ffn_matrices(self.config, layer))
+        return total
+
+    # ---- widths of buffers ----
+
+    @cached_property
+    def operand_width(self) -> int:
+        return max(t.groups * t.k_padded for t in map(self.tiling, self.matrices.values()))
+
+    def output_width(self, matrix: Matrix) -> int:
+        """Lanes of a product's output; a looping product also writes the padding tiles of its last block."""
+        tiling = self.tiling(matrix)
+        return tiling.blocks * tiling.fold * self.block_n if tiling.fold > 1 else tiling.tiles * self.block_n
+
+    def group_width(self, matrix: Matrix) -> int:
+        """Distance between the outputs of two groups."""
+        return self.tiling(matrix).tiles_per_group * self.block_n
+
+    @cached_property
+    def vector_rows(self) -> dict[str, int]:
+        return program.vector_rows(self.config)
+
+    @cached_property
+    def vector_table(self) -> tuple[int, int]:
+        """Shape of one layer's table of small vectors."""
+        return round_up(max(self.vector_rows.values()) + 1, 8), program.vector_width(self.config)
+
+    @cached_property
+    def latent_lanes(self) -> int:
+        """Lanes of one cached MLA position: latent, then the extra key, each padded to whole lanes."""
+        return round_up(self.config.kv_lora_rank, LANES) + round_up(self.config.qk_rope_head_dim, LANES)
+
+    # ---- experts ----
+
+    @property
+    def moe_layers(self) -> int:
+        return sum(self.config.is_moe(layer) for layer in range(self.config.num_hidden_layers))
+
+    @cached_property
+    def expert_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows and lanes of one expert's two pieces in the bank: gate and up side by side, then down."""
+        config = self.config
+        gate_up = 2 * round_up(config.moe_intermediate_size, LANES)
+        down = round_up(config.routed_expert_hidden_size, LANES)
+        return (
+            (self._expert_rows(config.routed_expert_hidden_size), gate_up),
+            (self._expert_rows(config.moe_intermediate_size), down),
+        )
+
+    def _expert_rows(self, k: int) -> int:
+        return k if self.config.expert_format == "bf16" else round_up(sum(mxfp4_rows(k)), 8)
+
+    @property
+    def expert_bytes(self) -> int:
+        size = BYTES[self.weights] if self.config.expert_format == "bf16" else 4
+        return size * sum(rows * lanes for rows, lanes in self.expert_shapes)
+
+    @property
+    def max_distinct_experts(self) -> int:
+        return min(self.config.num_experts, self.sequences * self.config.num_experts_per_token)
+
+    # ---- memory maps, in bytes ----
+
+    @cached_property
+    def vmem_map(self) -> dict[str, int]:
+        from megakernel.memory import vmem_map
+
+        return vmem_map(self)
+
+    @cached_property
+    def hbm_map(self) -> dict[str, int]:
+        from megakernel.memory import hbm_map
+
+        return hbm_map(self)
+
+    @cached_property
+    def smem_map(self) -> dict[str, int]:
+        from megakernel.memory import smem_map
+
+        return smem_map(self)
+
+    @cached_property
+    def step_bytes(self) -> dict[str, int]:
+        from megakernel.memory import step_bytes
+
+        return step_bytes(self)
+
+
+def mxfp4_rows(k: int) -> tuple[int, int]:
+    """32-bit rows of one expert matrix with k inputs: eight 4-bit codes a word, then four 8-bit scales a word."""
+    return k // 8, -(-(k // 32) // 4)
+
+
+def tile_matrix(matrix: Matrix, block_k: int, block_n: int) -> Tiling:
+    if matrix.k > block_k:
+        k_padded, k_tiles, fold = round_up(matrix.k, block_k), -(-matrix.k // block_k), 1
+    else:
+        k_padded = next(size for size in _divisors(block_k) if size >= matrix.k)
+        k_tiles, fold = 1, block_k // k_padded
+    return Tiling(k_padded, k_tiles, fold, -(-matrix.n // block_n), matrix.groups)
+
+
+def _divisors(block_k: int) -> list[int]:
+    """Divisors of a block's rows that keep packed tiles whole, ascending."""
+    return [size for size in range(POSITION_GROUP, block_k + 1, POSITION_GROUP) if block_k % size == 0]
+
+
+def make_plan(
+    config: ModelConfig,
+    target: Target = CPU,
+    *,
+    sequences: int = 1,
+    context: int | None = None,
+    launch_steps: int | None = None,
+    activations: Number | None = None,
+    ring_depth: int | None = None,
+    block: tuple[int, int] | None = None,
+    page: int = 128,
+    expert_slots: int | None = None,
+    keep_logits: bool = False,
+) -> Plan:
+    """Chooses every static number of the kernel for one core.
+
+    Args:
+      config: the model.
+      target: the machine (`megakernel.target`).
+      sequences: sequences decoded together, 1 to 16; each has one row in a step.
+      context: positions that a sequence may reach, prompt included; default: the model's, at most 4,096.
+      launch_steps: most steps of one launch; default: `context`.
+      activations: number format between phases; default: the target's.
+      ring_depth: blocks of the tape kept in flight; default: as many as fit, the whole tape if it fits.
+      block: `(rows, lanes)` of a tape block; default: the shape that wastes least.
+      page: positions of one MLA cache page.
+      expert_slots: experts kept in VMEM at once; default 4, or fewer where a step cannot choose so many.
+      keep_logits: write the logits of every step to HBM (tests and teacher forcing).
+
+    Raises:
+      PlanError: the request cannot be served; the message says which number is too large and which knob helps.
+    """
+    context = context or min(config.max_position_embeddings, 4096)
+    _check_request(config, target, sequences, context, page, ring_depth, expert_slots)
+    weights = target.weights
+    block_k, block_n = block or _choose_block(config, BYTES[weights])
+    if block_n % LANES or block_k % POSITION_GROUP:
+        raise PlanError(f"block = {block_k}x{block_n}; rows must be a multiple of {POSITION_GROUP}, lanes of {LANES}")
+    plan = Plan(
+        config=config,
+        target=target,
+        sequences=sequences,
+        context=round_up(context, page),
+        launch_steps=launch_steps or context,
+        page=page,
+        activations=activations or target.activations,
+        weights=weights,
+        block_k=block_k,
+        block_n=block_n,
+        ring_depth=ring_depth or 1,
+        expert_slots=min(expert_slots or 4, sequences * config.num_experts_per_token, config.num_experts),
+        keep_logits=keep_logits,
+    )
+    if ring_depth is None:
+        plan = dataclasses.replace(plan, ring_depth=_deepest_ring(plan))
+    _check_memory(plan)
+    return plan
+
+
+def _deepest_ring(plan: Plan) -> int:
+    free = int(plan.target.vmem_bytes * _VMEM_SHARE) - sum(plan.vmem_map.values()) + plan.block_bytes
+    if free >= plan.tape_bytes:
+        return plan.tape_blocks
+    return max(2, min(8, free // plan.block_bytes))
+
+
+def _choose_block(config: ModelConfig, item_bytes: int) -> tuple[int, int]:
+    """The block shape with the least bytes to stream, counting padding and a fixed cost a block."""
+
+    def cost(shape: tuple[int, int]) -> float:
+        block_k, block_n = shape
+        blocks = 0
+        for layer in range(config.num_hidden_layers):
+            for matrix in (*program.attention_matrices(config, layer), *program.ffn_matrices(config, layer)):
+                blocks += tile_matrix(matrix, block_k, block_n).blocks
+        blocks += sum(tile_matrix(matrix, block_k, block_n).blocks for matrix in program.head_matrices(config))
+        return blocks * (block_k * block_n * item_bytes + _BLOCK_OVERHEAD_BYTES)
+
+    shapes = itertools.product((128, 256, 512, 1024), (128, 256, 512, 1024, 2048))
+    return min((s for s in shapes if s[0] * s[1] * item_bytes <= _MAX_BLOCK_BYTES), key=cost)
+
+
+def _check_request(
+    config: ModelConfig,
+    target: Target,
+    sequences: int,
+    context: int,
+    page: int,
+    ring_depth: int | None,
+    expert_slots: int | None,
+) -> None:
+    if not 1 <= sequences <= MAX_ROWS:
+        raise PlanError(f"sequences = {sequences}; one step carries 1 to {MAX_ROWS} rows: split the batch")
+    if not 1 <= context <= config.max_position_embeddings:
+        raise PlanError(f"context = {context}; {config.name} has positions 1 to {config.max_position_embeddings}")
+    if page % POSITION_GROUP or page <= 0:
+        raise PlanError(f"page = {page}; expected a positive multiple of {POSITION_GROUP}")
+    if ring_depth is not None and ring_depth < 2:
+        raise PlanError(f"ring_depth = {ring_depth}; at least 2 blocks must be in flight")
+    if expert_slots is not None and expert_slots < 1:
+        raise PlanError(f"expert_slots = {expert_slots}; at least one expert must be in VMEM")
+    if config.short_conv_kernel_size < 2:
+        raise PlanError(f"short_conv_kernel_size = {config.short_conv_kernel_size}; the kernel needs at least 2")
+    if target.lane_aligned:
+        _check_lanes(config, target)
+
+
+def _check_lanes(config: ModelConfig, target: Target) -> None:
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "linear_attn_config.head_dim": config.kda_head_dim,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "kv_lora_rank": config.kv_lora_rank,
+        "routed_expert_hidden_size": config.routed_expert_hidden_size,
+    }
+    for key, size in sizes.items():
+        if size % LANES:
+            raise PlanError(
+                f"{key} = {size} is not a multiple of the {LANES} lanes of {target.name}; "
+                "such a model runs on target 'cpu' only"
+            )
+
+
+def _check_memory(plan: Plan) -> None:
+    for memory, used, limit, knob in (
+        ("VMEM", plan.vmem_map, int(plan.target.vmem_bytes * _VMEM_SHARE), "ring_depth, expert_slots or sequences"),
+        ("SMEM", plan.smem_map, plan.target.smem_bytes // 2, "launch_steps or sequences"),
+        ("HBM", plan.hbm_map, plan.target.hbm_bytes, "context or sequences, or use more cores"),
+    ):
+        total = sum(used.values())
+        if total > limit:
+            largest = max(used, key=lambda name: used[name])
+            raise PlanError(
+                f"{plan.config.name} on one core of {plan.target.name} needs {total / MIB:,.1f} MiB of {memory}, "
+                f"{limit / MIB:,.1f} MiB may be used (largest: {largest}, {used[largest] / MIB:,.1f} MiB); lower {knob}"
+            )

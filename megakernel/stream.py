@@ -1,0 +1,236 @@
+"""The only code that starts a DMA or waits for one: tape, vectors, experts, caches, embedding rows.
+
+Every copy has one start and one wait, and each buffer says when it may be overwritten. Copies that outlive the loop
+over steps are waited for in `drain` methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from megakernel.plan import POSITION_GROUP, Plan
+
+Ref = Any
+Scalar = jax.Array
+
+
+class Tape:
+    """The trunk's weights, in the order of use, through a ring of VMEM slots.
+
+    Block `i` of the endless tape (the tape repeats each step) lives in slot `i % depth`; taking block `i` waits for
+    its copy, giving it back starts the copy of block `i + depth`. A resident tape is copied once, before the first
+    step, and never again.
+    """
+
+    def __init__(self, plan: Plan, hbm: Ref, ring: Ref, done: Ref):
+        self.plan, self.hbm, self.ring, self.done = plan, hbm, ring, done
+
+    def prime(self) -> None:
+        if self.plan.tape_is_resident:
+            copy = self._whole()
+            copy.start()
+            copy.wait()
+            return
+        for block in range(self.plan.ring_depth):
+            self._copy(jnp.int32(block)).start()
+
+    def take(self, index: Scalar) -> Ref:
+        """Waits for block `index` (counted since the launch began) and returns its slot."""
+        if self.plan.tape_is_resident:
+            return self.ring.at[lax.rem(index, self.plan.tape_blocks)]
+        self._copy(index).wait()
+        return self.ring.at[lax.rem(index, self.plan.ring_depth)]
+
+    def give_back(self, index: Scalar) -> None:
+        """Block `index` has been read: its slot takes the block that follows a whole ring later."""
+        if not self.plan.tape_is_resident:
+            self._copy(index + self.plan.ring_depth).start()
+
+    def drain(self, index: Scalar) -> None:
+        """Waits for the copies in flight when the loop stops before block `index`."""
+        if not self.plan.tape_is_resident:
+            for ahead in range(self.plan.ring_depth):
+                self._copy(index + ahead).wait()
+
+    def _copy(self, index: Scalar) -> Any:
+        slot = lax.rem(index, self.plan.ring_depth)
+        block = lax.rem(index, self.plan.tape_blocks)
+        return pltpu.make_async_copy(self.hbm.at[block], self.ring.at[slot], self.done.at[slot])
+
+    def _whole(self) -> Any:
+        return pltpu.make_async_copy(self.hbm, self.ring, self.done.at[0])
+
+
+class Vectors:
+    """One table of small float32 vectors a layer, fetched one layer ahead; two windows take turns."""
+
+    def __init__(self, plan: Plan, hbm: Ref, window: Ref, done: Ref):
+        self.plan, self.hbm, self.window, self.done = plan, hbm, window, done
+        self.tables = plan.config.num_hidden_layers + 1
+
+    def prime(self) -> None:
+        self._copy(jnp.int32(0)).start()
+
+    def advance(self, index: Scalar) -> None:
+        """Waits for table `index` (counted since the launch began) and starts the one after it."""
+        self._copy(index).wait()
+        self._copy(index + 1).start()
+
+    def drain(self, index: Scalar) -> None:
+        self._copy(index).wait()
+
+    def row(self, index: Scalar, name: str, width: int) -> jax.Array:
+        """The vector `name` of table `index`.  # [1, width] f32"""
+        row = self.plan.vector_rows[name]
+        return self.window[lax.rem(index, 2), row : row + 1, :width]
+
+    def _copy(self, index: Scalar) -> Any:
+        slot = lax.rem(index, 2)
+        return pltpu.make_async_copy(self.hbm.at[lax.rem(index, self.tables)], self.window.at[slot], self.done.at[slot])
+
+
+class Window:
+    """Part of a cache that a layer reads at its start and writes back at its end, through one VMEM buffer.
+
+    The write of one layer is waited for just before the next read; `has_written` says whether there is one.
+    """
+
+    def __init__(self, hbm: Ref, window: Ref, read_done: Ref, write_done: Ref):
+        self.hbm, self.window, self.read_done, self.write_done = hbm, window, read_done.at[0], write_done.at[0]
+
+    def start_read(self, layer: Scalar, has_written: Scalar) -> None:
+        @pl.when(has_written)
+        def _() -> None:
+            self._write(layer).wait()
+
+        self._read(layer).start()
+
+    def wait_read(self, layer: Scalar) -> None:
+        self._read(layer).wait()
+
+    def start_write(self, layer: Scalar) -> None:
+        self._write(layer).start()
+
+    def drain(self) -> None:
+        self._write(jnp.int32(0)).wait()
+
+    def _read(self, layer: Scalar) -> Any:
+        return pltpu.make_async_copy(self.hbm.at[layer], self.window, self.read_done)
+
+    def _write(self, layer: Scalar) -> Any:
+        return pltpu.make_async_copy(self.window, self.hbm.at[layer], self.write_done)
+
+
+class LatentGroups:
+    """The tile of positions, one a sequence, into which this step's MLA latents fall: read, merged, written back."""
+
+    def __init__(self, plan: Plan, hbm: Ref, window: Ref, read_done: Ref, write_done: Ref):
+        self.plan, self.hbm, self.window = plan, hbm, window
+        self.read_done, self.write_done = read_done.at[0], write_done.at[0]
+
+    def start_read(self, layer: Scalar, positions: list[Scalar], has_written: Scalar) -> None:
+        @pl.when(has_written)
+        def _() -> None:
+            self.drain()
+
+        for sequence, position in enumerate(positions):
+            pltpu.make_async_copy(*self._ends(layer, sequence, position), self.read_done).start()
+
+    def wait_read(self, layer: Scalar, positions: list[Scalar]) -> None:
+        for sequence, position in enumerate(positions):
+            pltpu.make_async_copy(*self._ends(layer, sequence, position), self.read_done).wait()
+
+    def start_write(self, layer: Scalar, positions: list[Scalar]) -> None:
+        for sequence, position in enumerate(positions):
+            group, window = self._ends(layer, sequence, position)
+            pltpu.make_async_copy(window, group, self.write_done).start()
+
+    def drain(self) -> None:
+        for sequence in range(self.plan.sequences):
+            group, window = self._ends(jnp.int32(0), sequence, jnp.int32(0))
+            pltpu.make_async_copy(window, group, self.write_done).wait()
+
+    def _ends(self, layer: Scalar, sequence: int, position: Scalar) -> tuple[Ref, Ref]:
+        start = pl.multiple_of(position // POSITION_GROUP * POSITION_GROUP, POSITION_GROUP)
+        return self.hbm.at[layer, sequence, pl.ds(start, POSITION_GROUP)], self.window.at[sequence]
+
+
+class LatentPages:
+    """The past of one sequence in one MLA layer, page after page through two windows."""
+
+    def __init__(self, plan: Plan, hbm: Ref, windows: Ref, done: Ref):
+        self.plan, self.hbm, self.windows, self.done = plan, hbm, windows, done
+
+    def start(self, layer: Scalar, sequence: Scalar, page: Scalar) -> None:
+        self._copy(layer, sequence, page).start()
+
+    def take(self, layer: Scalar, sequence: Scalar, page: Scalar) -> Ref:
+        self._copy(layer, sequence, page).wait()
+        return self.windows.at[lax.rem(page, 2)]
+
+    def _copy(self, layer: Scalar, sequence: Scalar, page: Scalar) -> Any:
+        slot = lax.rem(page, 2)
+        start = pl.multiple_of(page * self.plan.page, POSITION_GROUP)
+        source = self.hbm.at[layer, sequence, pl.ds(start, self.plan.page)]
+        return pltpu.make_async_copy(source, self.windows.at[slot], self.done.at[slot])
+
+
+class Experts:
+    """Routed experts from the bank into VMEM slots: the i-th distinct expert of a layer takes slot `i % slots`."""
+
+    def __init__(self, plan: Plan, banks: tuple[Ref, Ref], slots: tuple[Ref, Ref], done: tuple[Ref, Ref]):
+        self.plan, self.banks, self.slots, self.done = plan, banks, slots, done
+
+    def start(self, order: Scalar, moe_layer: Scalar, expert: Scalar) -> None:
+        for copy in self._copies(order, moe_layer, expert):
+            copy.start()
+
+    def take(self, order: Scalar, moe_layer: Scalar, expert: Scalar) -> tuple[Ref, Ref]:
+        for copy in self._copies(order, moe_layer, expert):
+            copy.wait()
+        slot = lax.rem(order, self.plan.expert_slots)
+        return self.slots[0].at[slot], self.slots[1].at[slot]
+
+    def _copies(self, order: Scalar, moe_layer: Scalar, expert: Scalar) -> list[Any]:
+        slot = lax.rem(order, self.plan.expert_slots)
+        entry = moe_layer * self.plan.config.num_experts + expert
+        return [
+            pltpu.make_async_copy(bank.at[entry], window.at[slot], done.at[slot])
+            for bank, window, done in zip(self.banks, self.slots, self.done, strict=True)
+        ]
+
+
+class EmbeddingRows:
+    """The embedding row of each sequence's token, inside the aligned tile of rows that a DMA can address."""
+
+    def __init__(self, plan: Plan, hbm: Ref, window: Ref, done: Ref):
+        self.plan, self.hbm, self.window, self.done = plan, hbm, window, done.at[0]
+
+    def fetch(self, tokens: list[Scalar]) -> None:
+        copies = [self._copy(sequence, token) for sequence, token in enumerate(tokens)]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+    def _copy(self, sequence: int, token: Scalar) -> Any:
+        start = pl.multiple_of(token // POSITION_GROUP * POSITION_GROUP, POSITION_GROUP)
+        return pltpu.make_async_copy(self.hbm.at[pl.ds(start, POSITION_GROUP)], self.window.at[sequence], self.done)
+
+
+class Logits:
+    """Writes one step's logits to HBM, for tests and teacher forcing."""
+
+    def __init__(self, hbm: Ref, logits: Ref, done: Ref):
+        self.hbm, self.logits, self.done = hbm, logits, done.at[0]
+
+    def write(self, step: Scalar) -> None:
+        copy = pltpu.make_async_copy(self.logits, self.hbm.at[step], self.done)
+        copy.start()
+        copy.wait()

@@ -1,0 +1,92 @@
+"""What differs between machines: memory sizes, bandwidth, tile shapes, number formats of the matrix unit.
+
+Hardware figures are public (`pltpu.get_tpu_info_for_chip`) and count one core, which is one JAX device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Number = Literal["float32", "bfloat16"]
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One core of one kind of machine.
+
+    Attributes:
+      name: what a user writes to choose it.
+      topology: the compiler's name of a small machine of this kind, or None where there is no such compiler.
+      vmem_bytes, smem_bytes, hbm_bytes: capacities of one core.
+      hbm_bytes_per_s: peak bandwidth of one core's memory; None where no such figure means anything.
+      activations: number format in which activations are rounded between phases.
+      weights: number format of the tape and the embedding table.
+      min_row_tile: rows of the smallest tile that the matrix unit takes in `activations`.
+      lane_aligned: whether array slices must begin at multiples of 128 lanes.
+    """
+
+    name: str
+    topology: str | None
+    vmem_bytes: int
+    smem_bytes: int
+    hbm_bytes: int
+    hbm_bytes_per_s: float | None
+    activations: Number
+    weights: Number
+    min_row_tile: int
+    lane_aligned: bool
+
+
+def _tpu(name: str, topology: str, vmem_mib: int, hbm_gb: float, hbm_gb_per_s: float) -> Target:
+    return Target(
+        name=name,
+        topology=topology,
+        vmem_bytes=vmem_mib * MIB,
+        smem_bytes=MIB,
+        hbm_bytes=int(hbm_gb * 1e9),
+        hbm_bytes_per_s=hbm_gb_per_s * 1e9,
+        activations="bfloat16",
+        weights="bfloat16",
+        min_row_tile=16,
+        lane_aligned=True,
+    )
+
+
+# The interpreters have no tiles and no fast memory of their own. Float32 is the CPU's native matrix format and holds
+# every bfloat16 weight exactly; "VMEM" there is ordinary memory, bounded like the largest TPU's.
+CPU = Target(
+    name="cpu",
+    topology=None,
+    vmem_bytes=128 * MIB,
+    smem_bytes=4 * MIB,
+    hbm_bytes=1 << 40,
+    hbm_bytes_per_s=None,
+    activations="float32",
+    weights="float32",
+    min_row_tile=8,
+    lane_aligned=False,
+)
+
+TARGETS = {
+    target.name: target
+    for target in (
+        CPU,
+        _tpu("v5e", "v5e:1x1", vmem_mib=128, hbm_gb=17.2, hbm_gb_per_s=820),
+        _tpu("v5p", "v5p:1x1x1", vmem_mib=64, hbm_gb=51.5, hbm_gb_per_s=1230),
+        _tpu("v6e", "v6e:1x1", vmem_mib=128, hbm_gb=34.4, hbm_gb_per_s=1640),
+        _tpu("v7x", "tpu7x:1x1x1", vmem_mib=64, hbm_gb=103, hbm_gb_per_s=3700),
+    )
+}
+
+
+def find_target(name: str) -> Target:
+    """Looks a target up by name.
+
+    Raises:
+      ValueError: the name is not known.
+    """
+    if name not in TARGETS:
+        raise ValueError(f"target {name!r} is not known; known: {', '.join(TARGETS)}")
+    return TARGETS[name]
