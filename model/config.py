@@ -142,7 +142,7 @@ class ModelConfig:
             config = json.loads(file.read_text())
         except json.JSONDecodeError as error:
             raise ConfigError(f"{file}: not valid JSON ({error})") from error
-        return cls.from_dict(config, name=file.parent.name)
+        return cls.from_dict(config, name=file.absolute().parent.name)
 
     @classmethod
     def preset(cls, name: str) -> ModelConfig:

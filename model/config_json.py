@@ -57,7 +57,7 @@ _MXFP4_WEIGHTS = {
 
 
 def from_official(config: Mapping[str, Any], name: str) -> ModelConfig:
-    text = {**config, **config["text_config"]} if "text_config" in config else dict(config)
+    text = _merge_text_config(config)
     for key in ("text_config", "vision_config", "ignore_index", "media_placeholder_token_id", "image_placeholder"):
         text.pop(key, None)
     _refuse_unimplemented(text)
@@ -65,11 +65,15 @@ def from_official(config: Mapping[str, Any], name: str) -> ModelConfig:
     for key in linear.keys() - _LINEAR_ATTN_KEYS:
         raise ConfigError(f"linear_attn_config.{key} = {linear[key]!r} is not known to this library")
 
+    if text.get("mla_use_nope") is None:
+        raise ConfigError("mla_use_nope is missing, which means rotated keys; the only implemented value is true")
     layers = _positive(text, "num_hidden_layers")
-    full_attention = tuple(sorted(i - 1 for i in _require(linear, "full_attn_layers", "linear_attn_config.")))
+    full_attention = _layer_numbers(linear, "full_attn_layers")
     _check_layer_map(full_attention, linear.get("kda_layers"), layers)
     hidden = _positive(text, "hidden_size")
-    latent = text.get("routed_expert_hidden_size")
+    latent = None
+    if text.get("routed_expert_hidden_size") is not None:
+        latent = _positive(text, "routed_expert_hidden_size")
     eos = _require(text, "eos_token_id")
     built = ModelConfig(
         name=name,
@@ -77,15 +81,15 @@ def from_official(config: Mapping[str, Any], name: str) -> ModelConfig:
         hidden_size=hidden,
         intermediate_size=_positive(text, "intermediate_size"),
         num_hidden_layers=layers,
-        rms_norm_eps=float(_require(text, "rms_norm_eps")),
+        rms_norm_eps=_positive_float(text, "rms_norm_eps", None),
         max_position_embeddings=text.get("max_position_embeddings") or text.get("model_max_length") or 1 << 20,
         eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
         bos_token_id=text.get("bos_token_id"),
         pad_token_id=text.get("pad_token_id"),
         tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
         hidden_act=_one_of(text, "hidden_act", ("situ", "silu")),
-        activation_situ_beta=float(text.get("activation_situ_beta") or 4.0),
-        activation_situ_linear_beta=float(text.get("activation_situ_linear_beta") or 25.0),
+        activation_situ_beta=_positive_float(text, "activation_situ_beta", 4.0),
+        activation_situ_linear_beta=_positive_float(text, "activation_situ_linear_beta", 25.0),
         first_k_dense_replace=int(_require(text, "first_k_dense_replace")),
         num_experts=_positive(text, "num_experts"),
         num_experts_per_token=_positive(text, "num_experts_per_token"),
@@ -95,10 +99,10 @@ def from_official(config: Mapping[str, Any], name: str) -> ModelConfig:
         latent_experts=latent is not None,
         latent_moe_use_norm=bool(text.get("latent_moe_use_norm", False)),
         moe_renormalize=bool(_require(text, "moe_renormalize")),
-        routed_scaling_factor=float(text.get("routed_scaling_factor", 1.0)),
+        routed_scaling_factor=_positive_float(text, "routed_scaling_factor", 1.0),
         expert_format=_expert_format(text.get("quantization_config")),
         num_attention_heads=_positive(text, "num_attention_heads"),
-        q_lora_rank=text.get("q_lora_rank"),
+        q_lora_rank=None if text.get("q_lora_rank") is None else _positive(text, "q_lora_rank"),
         kv_lora_rank=_positive(text, "kv_lora_rank"),
         qk_nope_head_dim=_positive(text, "qk_nope_head_dim"),
         qk_rope_head_dim=_positive(text, "qk_rope_head_dim"),
@@ -219,11 +223,30 @@ def _refuse_unimplemented(text: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{key} = {value!r} is not implemented; the only implemented value is {_ONLY[key]!r}")
         elif key not in _MODEL_KEYS | _INERT | _GENERATION:
             raise ConfigError(f"{key} = {value!r} is not a key this library knows; it would be ignored")
-    heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    heads, kv_heads = _require(text, "num_attention_heads"), text.get("num_key_value_heads")
     if kv_heads is not None and kv_heads != heads:
         raise ConfigError(
             f"num_key_value_heads = {kv_heads} is not implemented; MLA needs num_attention_heads = {heads}"
         )
+
+
+def _merge_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """One flat configuration; what both levels say about the model must agree."""
+    nested = config.get("text_config") or {}
+    for key in _MODEL_KEYS & config.keys() & nested.keys():
+        if config[key] != nested[key]:
+            raise ConfigError(f"{key} = {config[key]!r} contradicts text_config.{key} = {nested[key]!r}")
+    return {**config, **nested}
+
+
+def _layer_numbers(linear: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """0-based layers of a 1-based list."""
+    numbers = _require(linear, key, "linear_attn_config.")
+    if not isinstance(numbers, list | tuple) or not all(type(i) is int for i in numbers):
+        raise ConfigError(f"linear_attn_config.{key} = {numbers!r}; expected a list of layer numbers from 1")
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"linear_attn_config.{key} = {numbers!r} names a layer twice")
+    return tuple(sorted(i - 1 for i in numbers))
 
 
 def _check_layer_map(mla_layers: tuple[int, ...], kda_one_based: Any, layers: int) -> None:
@@ -272,6 +295,13 @@ def _positive(section: Mapping[str, Any], key: str, prefix: str = "") -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"{prefix}{key} = {value!r}; expected a positive integer")
     return value
+
+
+def _positive_float(section: Mapping[str, Any], key: str, default: float | None) -> float:
+    value = default if section.get(key) is None and default is not None else _require(section, key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigError(f"{key} = {value!r}; expected a positive number")
+    return float(value)
 
 
 def _one_of(section: Mapping[str, Any], key: str, allowed: tuple[str, ...]) -> Any:

@@ -214,9 +214,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What was held back, as U+FFFD; the detokenizer is as new afterwards."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
+        return self._decoder.decode(b"", final=True)
 
 
 def _pieces(text: str) -> Iterator[str]:
