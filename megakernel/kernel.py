@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from megakernel import layers, memory, stream
+from megakernel.control import when, when_at
 from megakernel.layers import Step
 from megakernel.phases import sample
 from megakernel.phases.mix import mix
@@ -123,36 +124,36 @@ def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
 
     x = read(snapshots, "attn_mix", "attn_norm")
 
-    @pl.when(writes)
+    @when(writes)
     def _() -> None:
         refs.snapshots[snapshots] = refs.prefix[...]
         refs.prefix[...] = jnp.zeros(refs.prefix.shape, jnp.float32)
 
     if config.kda_layers:
 
-        @pl.when(jnp.logical_not(is_mla))
-        def _() -> None:
-            add_to_prefix(layers.kda_attention(step, step_start + attention_block, kind_index, x))
+        @when_at(jnp.logical_not(is_mla), step_start + attention_block)
+        def _(block: Scalar) -> None:
+            add_to_prefix(layers.kda_attention(step, block, kind_index, x))
 
     if config.mla_layers:
 
-        @pl.when(is_mla)
-        def _() -> None:
-            add_to_prefix(layers.mla_attention(step, step_start + attention_block, kind_index, x))
+        @when_at(is_mla, step_start + attention_block)
+        def _(block: Scalar) -> None:
+            add_to_prefix(layers.mla_attention(step, block, kind_index, x))
 
     x = read(snapshots + writes.astype(jnp.int32), "ffn_mix", "ffn_norm")
 
     if plan.moe_layers:
 
-        @pl.when(is_moe)
-        def _() -> None:
-            add_to_prefix(layers.moe_ffn(step, step_start + ffn_block, moe_index, x))
+        @when_at(is_moe, step_start + ffn_block)
+        def _(block: Scalar) -> None:
+            add_to_prefix(layers.moe_ffn(step, block, moe_index, x))
 
     if plan.moe_layers < config.num_hidden_layers:
 
-        @pl.when(jnp.logical_not(is_moe))
-        def _() -> None:
-            add_to_prefix(layers.dense_ffn(step, step_start + ffn_block, x))
+        @when_at(jnp.logical_not(is_moe), step_start + ffn_block)
+        def _(block: Scalar) -> None:
+            add_to_prefix(layers.dense_ffn(step, block, x))
 
     return jnp.minimum(bad_layer, jnp.where(_finite(step, refs.prefix[...]), _ALL_FINITE, number))
 
@@ -283,7 +284,7 @@ def _drain(step: Step, steps: Scalar) -> None:
     step.tape.drain(steps * step.plan.tape_blocks)
     step.vectors.drain(steps * step.vectors.tables)
 
-    @pl.when(steps > 0)
+    @when(steps > 0)
     def _() -> None:
         for window in (step.state, step.tails, step.groups):
             if window is not None:

@@ -180,7 +180,14 @@ def moe_ffn(step: Step, index: Scalar, moe_layer: Scalar, x: jax.Array) -> jax.A
     if config.num_shared_experts:
         shared, index = _gated_ffn(step, index, x, "shared")
     experts_phase.run_experts(
-        plan, count, moe_layer, refs.expert_weights, refs.expert_input, step.experts, refs.chosen_experts, refs.expert_sum
+        plan,
+        count,
+        moe_layer,
+        refs.expert_weights,
+        refs.expert_input,
+        step.experts,
+        refs.chosen_experts,
+        refs.expert_sum,
     )
     total = rounded(plan, refs.expert_sum[:, : config.routed_expert_hidden_size])
     if config.latent_moe_use_norm:
@@ -196,4 +203,3 @@ def _gated_ffn(step: Step, index: Scalar, x: jax.Array, name: str) -> tuple[jax.
     gate, up = step.take(out, f"{name}_in", "gate"), step.take(out, f"{name}_in", "up")
     out, index = step.linear(index, ffn.activation(step.plan, gate, up), f"{name}_out")
     return step.take(out, f"{name}_out", "out"), index
-

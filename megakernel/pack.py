@@ -23,9 +23,7 @@ def pack(plan: Plan, weights: Weights) -> dict[str, np.ndarray]:
     Args:
       weights: tensors by the names of `model.layout`, [out, in]; read one at a time.
     """
-    packed = {
-        name: np.zeros(buffer.shape, _NUMPY[buffer.dtype]) for name, buffer in weight_buffers(plan).items()
-    }
+    packed = {name: np.zeros(buffer.shape, _NUMPY[buffer.dtype]) for name, buffer in weight_buffers(plan).items()}
     _pack_tape(plan, weights, packed["tape"])
     _pack_vectors(plan, weights, packed["vector_tables"])
     packed["embedding"][: plan.config.vocab_size] = weights["model.embed_tokens.weight"]

@@ -14,10 +14,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from megakernel.control import when
 from megakernel.plan import POSITION_GROUP, Plan
 
 Ref = Any
 Scalar = jax.Array
+
+
+def quotient(value: Scalar | int, divisor: int) -> Any:
+    """`value // divisor` of a non-negative integer; on a traced one without the sign handling of `//`."""
+    return value // divisor if isinstance(value, int) else lax.div(value, jnp.int32(divisor))
+
+
+def tile_start(value: Scalar) -> Scalar:
+    """First position of the tile that holds position (or embedding row) `value`."""
+    return pl.multiple_of(quotient(value, POSITION_GROUP) * POSITION_GROUP, POSITION_GROUP)
 
 
 class Tape:
@@ -105,7 +116,7 @@ class Window:
         self.hbm, self.window, self.read_done, self.write_done = hbm, window, read_done.at[0], write_done.at[0]
 
     def start_read(self, layer: Scalar, has_written: Scalar) -> None:
-        @pl.when(has_written)
+        @when(has_written)
         def _() -> None:
             self._write(layer).wait()
 
@@ -135,7 +146,7 @@ class LatentGroups:
         self.read_done, self.write_done = read_done.at[0], write_done.at[0]
 
     def start_read(self, layer: Scalar, positions: list[Scalar], has_written: Scalar) -> None:
-        @pl.when(has_written)
+        @when(has_written)
         def _() -> None:
             self.drain()
 
@@ -157,8 +168,7 @@ class LatentGroups:
             pltpu.make_async_copy(window, group, self.write_done).wait()
 
     def _ends(self, layer: Scalar, sequence: int, position: Scalar) -> tuple[Ref, Ref]:
-        start = pl.multiple_of(position // POSITION_GROUP * POSITION_GROUP, POSITION_GROUP)
-        return self.hbm.at[layer, sequence, pl.ds(start, POSITION_GROUP)], self.window.at[sequence]
+        return self.hbm.at[layer, sequence, pl.ds(tile_start(position), POSITION_GROUP)], self.window.at[sequence]
 
 
 class LatentPages:
@@ -220,8 +230,8 @@ class EmbeddingRows:
             copy.wait()
 
     def _copy(self, sequence: int, token: Scalar) -> Any:
-        start = pl.multiple_of(token // POSITION_GROUP * POSITION_GROUP, POSITION_GROUP)
-        return pltpu.make_async_copy(self.hbm.at[pl.ds(start, POSITION_GROUP)], self.window.at[sequence], self.done)
+        source = self.hbm.at[pl.ds(tile_start(token), POSITION_GROUP)]
+        return pltpu.make_async_copy(source, self.window.at[sequence], self.done)
 
 
 class Logits:

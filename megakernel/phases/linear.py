@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from megakernel.plan import Plan
 from megakernel.program import Matrix
-from megakernel.stream import Ref, Scalar, Tape
+from megakernel.stream import Ref, Scalar, Tape, quotient
 
 _UNROLLED_BLOCKS = 8
 """Products of at most this many blocks are written out; longer ones loop, so that compile time stays flat."""
@@ -63,7 +63,7 @@ def linear(plan: Plan, tape: Tape, index: Scalar, x: jax.Array, matrix: Matrix, 
     def long_tile(tile: Scalar | int) -> None:
         def add_block(step: Scalar | int, total: jax.Array) -> jax.Array:
             at = index + tile * tiling.k_tiles + step
-            x_part = inputs(tile // tiling.tiles_per_group, step * plan.block_k, plan.block_k)
+            x_part = inputs(quotient(tile, tiling.tiles_per_group), step * plan.block_k, plan.block_k)
             total = total + dot(x_part, tape.take(at)[...])  # [rows, block_n]
             tape.give_back(at)
             return total
@@ -77,7 +77,7 @@ def linear(plan: Plan, tape: Tape, index: Scalar, x: jax.Array, matrix: Matrix, 
             tile = block * tiling.fold + part
             if isinstance(tile, int) and tile >= tiling.tiles:
                 break
-            group = _clamp(tile // tiling.tiles_per_group, matrix.groups - 1)
+            group = _clamp(quotient(tile, tiling.tiles_per_group), matrix.groups - 1)
             rows = slice(part * tiling.k_padded, (part + 1) * tiling.k_padded)
             store(tile, dot(inputs(group, 0, tiling.k_padded), weights[rows]))
         tape.give_back(index + block)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
+from megakernel.control import when
 from megakernel.phases.linear import rounded
 from megakernel.phases.mix import rms_norm
 from megakernel.plan import POSITION_GROUP, Plan
 from megakernel.program import LANES, round_up
-from megakernel.stream import LatentPages, Ref, Scalar
+from megakernel.stream import LatentPages, Ref, Scalar, quotient
 
 
 def store_fresh_latents(plan: Plan, latent: jax.Array, extra: jax.Array, norm: jax.Array, fresh: Ref) -> None:
@@ -67,9 +67,9 @@ def attend(
 
     def sequence_attention(sequence: Scalar, _: None) -> None:
         length = current[1, sequence]
-        page_count = (length + plan.page - 1) // plan.page
+        page_count = quotient(length + plan.page - 1, plan.page)
 
-        @pl.when(page_count > 0)
+        @when(page_count > 0)
         def _() -> None:
             pages.start(layer, sequence, jnp.int32(0))
 
@@ -77,7 +77,7 @@ def attend(
         state = _own_position(plan, query, fresh, sequence)
 
         def page(i: Scalar, state: _Softmax) -> _Softmax:
-            @pl.when(i + 1 < page_count)
+            @when(i + 1 < page_count)
             def _() -> None:
                 pages.start(layer, sequence, i + 1)
 

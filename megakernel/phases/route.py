@@ -8,8 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
+from megakernel.control import when
 from megakernel.plan import Plan
 from megakernel.stream import Experts, Ref, Scalar
 
@@ -59,7 +59,7 @@ def start_experts(plan: Plan, weights: jax.Array, moe_layer: Scalar, experts: Ex
         expert = jnp.min(jnp.where(wanted & (lane > previous), lane, wanted.shape[1]))
         chosen[order] = expert
 
-        @pl.when(order < plan.expert_slots)
+        @when(order < plan.expert_slots)
         def _() -> None:
             experts.start(order, moe_layer, expert)
 

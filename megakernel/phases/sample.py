@@ -14,8 +14,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
+from megakernel.control import when
 from megakernel.phases.random import gumbel, threefry2x32
 from megakernel.plan import Plan
 from megakernel.stream import Ref
@@ -43,7 +43,7 @@ def choose_tokens(
     temperature = floats[:, TEMPERATURE : TEMPERATURE + 1]
     sampled = temperature > 0.0
 
-    @pl.when(jnp.max(temperature) > 0.0)
+    @when(jnp.max(temperature) > 0.0)
     def _() -> None:
         scaled = jnp.where(sampled, scratch[...] / jnp.where(sampled, temperature, 1.0), scratch[...])
         scratch[...] = scaled
@@ -88,19 +88,19 @@ def _filter(scaled: Ref, floats: jax.Array, ints: jax.Array) -> None:
     min_p, top_p = floats[:, MIN_P : MIN_P + 1], floats[:, TOP_P : TOP_P + 1]
     top_k = ints[:, TOP_K : TOP_K + 1]
 
-    @pl.when(jnp.max(min_p) > 0.0)
+    @when(jnp.max(min_p) > 0.0)
     def _() -> None:
         x = scaled[...]
         unlikely = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True)) < min_p
         scaled[...] = jnp.where(unlikely, -jnp.inf, x)
 
-    @pl.when(jnp.max(top_k) > 0)
+    @when(jnp.max(top_k) > 0)
     def _() -> None:
         x = scaled[...]
         quota = jnp.where(top_k > 0, top_k, x.shape[1]).astype(jnp.float32)
         scaled[...] = jnp.where(_within_quota(x, jnp.ones(x.shape, jnp.float32), quota), x, -jnp.inf)
 
-    @pl.when(jnp.min(top_p) < 1.0)
+    @when(jnp.min(top_p) < 1.0)
     def _() -> None:
         x = scaled[...]
         mass = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
@@ -124,9 +124,7 @@ def _within_quota(x: jax.Array, mass: jax.Array, quota: jax.Array) -> jax.Array:
     room = quota - mass_where(above)
     lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     bits = max(1, (x.shape[1] - 1).bit_length())
-    last = _bisect(
-        jnp.zeros(quota.shape, jnp.int32), bits, lambda i: mass_where(ties & (lane <= i)) < room
-    )
+    last = _bisect(jnp.zeros(quota.shape, jnp.int32), bits, lambda i: mass_where(ties & (lane <= i)) < room)
     return above | (ties & (lane <= last))
 
 
