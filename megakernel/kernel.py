@@ -125,20 +125,20 @@ def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
     x = read(snapshots, "attn_mix", "attn_norm")
 
     @when(writes)
-    def _() -> None:
+    def snapshot() -> None:
         refs.snapshots[snapshots] = refs.prefix[...]
         refs.prefix[...] = jnp.zeros(refs.prefix.shape, jnp.float32)
 
     if config.kda_layers:
 
         @when_at(jnp.logical_not(is_mla), step_start + attention_block)
-        def _(block: Scalar) -> None:
+        def kda(block: Scalar) -> None:
             add_to_prefix(layers.kda_attention(step, block, kind_index, x))
 
     if config.mla_layers:
 
         @when_at(is_mla, step_start + attention_block)
-        def _(block: Scalar) -> None:
+        def mla(block: Scalar) -> None:
             add_to_prefix(layers.mla_attention(step, block, kind_index, x))
 
     x = read(snapshots + writes.astype(jnp.int32), "ffn_mix", "ffn_norm")
@@ -146,13 +146,13 @@ def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
     if plan.moe_layers:
 
         @when_at(is_moe, step_start + ffn_block)
-        def _(block: Scalar) -> None:
+        def moe(block: Scalar) -> None:
             add_to_prefix(layers.moe_ffn(step, block, moe_index, x))
 
     if plan.moe_layers < config.num_hidden_layers:
 
         @when_at(jnp.logical_not(is_moe), step_start + ffn_block)
-        def _(block: Scalar) -> None:
+        def dense(block: Scalar) -> None:
             add_to_prefix(layers.dense_ffn(step, block, x))
 
     return jnp.minimum(bad_layer, jnp.where(_finite(step, refs.prefix[...]), _ALL_FINITE, number))
@@ -285,7 +285,7 @@ def _drain(step: Step, steps: Scalar) -> None:
     step.vectors.drain(steps * step.vectors.tables)
 
     @when(steps > 0)
-    def _() -> None:
+    def drain_windows() -> None:
         for window in (step.state, step.tails, step.groups):
             if window is not None:
                 window.drain()

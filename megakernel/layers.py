@@ -68,11 +68,11 @@ class Step:
         return out, index
 
     def take(self, out: Ref, matrix: str, column: str) -> jax.Array:
-        """A named column range of a product's output.  # [rows, width] f32"""
+        """A named column range of a product's output, rounded to the activation format.  # [rows, width] f32"""
         found = self.plan.matrices[matrix]
         width = next(c.width for c in found.columns if c.name == column)
         start = found.offset(column)
-        return out[:, start : start + width]
+        return rounded(self.plan, out[:, start : start + width])
 
     def has_written(self, layer: Scalar) -> Scalar:
         """Whether a cache window of this kind was written back earlier in the launch."""

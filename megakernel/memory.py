@@ -123,7 +123,7 @@ def weight_buffers(plan: Plan) -> dict[str, Buffer]:
 def cache_buffers(plan: Plan) -> dict[str, Buffer]:
     """HBM arrays that outlive a launch: KDA states and conv tails, MLA latents."""
     config, sequences = plan.config, plan.sequences
-    buffers = {}
+    buffers: dict[str, Buffer] = {}
     if config.kda_layers:
         layers, dim = len(config.kda_layers), config.kda_head_dim
         taps = config.short_conv_kernel_size - 1

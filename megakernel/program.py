@@ -74,7 +74,7 @@ def kda_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
     ]
     if config.use_full_rank_gate:
         inputs.append(Column("gate", width, "self_attn.g_proj.weight"))
-        gate_up = ()
+        gate_up: tuple[Matrix, ...] = ()
     else:
         inputs.append(Column("gate_low", dim, "self_attn.g_a_proj.weight"))
         gate_up = (Matrix("kda_gate", dim, (Column("gate", width, "self_attn.g_b_proj.weight"),)),)

@@ -117,7 +117,7 @@ class Window:
 
     def start_read(self, layer: Scalar, has_written: Scalar) -> None:
         @when(has_written)
-        def _() -> None:
+        def wait_for_write() -> None:
             self._write(layer).wait()
 
         self._read(layer).start()
@@ -147,7 +147,7 @@ class LatentGroups:
 
     def start_read(self, layer: Scalar, positions: list[Scalar], has_written: Scalar) -> None:
         @when(has_written)
-        def _() -> None:
+        def wait_for_writes() -> None:
             self.drain()
 
         for sequence, position in enumerate(positions):

@@ -36,7 +36,7 @@ def run_experts(
         ahead = order + plan.expert_slots
 
         @when(ahead < count)
-        def _() -> None:
+        def start_next() -> None:
             experts.start(ahead, moe_layer, chosen[ahead])
 
         lane = lax.broadcasted_iota(jnp.int32, weights.shape, 1)

@@ -49,7 +49,7 @@ def linear(plan: Plan, tape: Tape, index: Scalar, x: jax.Array, matrix: Matrix, 
 
     Args:
       x: [rows, groups * k] f32; stored in `operand` in the activation format, k padded with zeros.
-      out: [rows, groups * group_width] f32, rounded to the activation format.
+      out: [rows, groups * group_width] f32, the sums as they are; whoever reads them rounds.
     """
     tiling = plan.tiling(matrix)
     _store_operand(plan, x, matrix, operand)
@@ -58,7 +58,7 @@ def linear(plan: Plan, tape: Tape, index: Scalar, x: jax.Array, matrix: Matrix, 
         return operand[:, lanes(group * tiling.k_padded + start, size)]
 
     def store(tile: Scalar | int, product: jax.Array) -> None:
-        out[:, lanes(tile * plan.block_n, plan.block_n)] = rounded(plan, product)
+        out[:, lanes(tile * plan.block_n, plan.block_n)] = product
 
     def long_tile(tile: Scalar | int) -> None:
         def add_block(step: Scalar | int, total: jax.Array) -> jax.Array:

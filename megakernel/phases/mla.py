@@ -70,7 +70,7 @@ def attend(
         page_count = quotient(length + plan.page - 1, plan.page)
 
         @when(page_count > 0)
-        def _() -> None:
+        def start_first() -> None:
             pages.start(layer, sequence, jnp.int32(0))
 
         query = queries[sequence].astype(plan.activations)  # [heads, latent_lanes]
@@ -78,7 +78,7 @@ def attend(
 
         def page(i: Scalar, state: _Softmax) -> _Softmax:
             @when(i + 1 < page_count)
-            def _() -> None:
+            def start_next() -> None:
                 pages.start(layer, sequence, i + 1)
 
             entries = pages.take(layer, sequence, i)[...]  # [page, latent_lanes]
@@ -129,5 +129,5 @@ def attention_output(plan: Plan, values: Ref, gate: jax.Array | None) -> jax.Arr
     config = plan.config
     stride = plan.group_width(plan.matrices["mla_value"])
     heads = [values[:, h * stride : h * stride + config.v_head_dim] for h in range(config.num_attention_heads)]
-    out = jnp.concatenate(heads, axis=-1)
+    out = rounded(plan, jnp.concatenate(heads, axis=-1))
     return out if gate is None else rounded(plan, out * rounded(plan, jax.nn.sigmoid(gate)))

@@ -60,7 +60,7 @@ def start_experts(plan: Plan, weights: jax.Array, moe_layer: Scalar, experts: Ex
         chosen[order] = expert
 
         @when(order < plan.expert_slots)
-        def _() -> None:
+        def start_now() -> None:
             experts.start(order, moe_layer, expert)
 
         return expert

@@ -11,6 +11,8 @@ index, so every pass is a masked sum over the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -44,7 +46,7 @@ def choose_tokens(
     sampled = temperature > 0.0
 
     @when(jnp.max(temperature) > 0.0)
-    def _() -> None:
+    def draw() -> None:
         scaled = jnp.where(sampled, scratch[...] / jnp.where(sampled, temperature, 1.0), scratch[...])
         scratch[...] = scaled
         _filter(scratch, floats, ints)
@@ -89,19 +91,19 @@ def _filter(scaled: Ref, floats: jax.Array, ints: jax.Array) -> None:
     top_k = ints[:, TOP_K : TOP_K + 1]
 
     @when(jnp.max(min_p) > 0.0)
-    def _() -> None:
+    def drop_unlikely() -> None:
         x = scaled[...]
         unlikely = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True)) < min_p
         scaled[...] = jnp.where(unlikely, -jnp.inf, x)
 
     @when(jnp.max(top_k) > 0)
-    def _() -> None:
+    def keep_likeliest() -> None:
         x = scaled[...]
         quota = jnp.where(top_k > 0, top_k, x.shape[1]).astype(jnp.float32)
         scaled[...] = jnp.where(_within_quota(x, jnp.ones(x.shape, jnp.float32), quota), x, -jnp.inf)
 
     @when(jnp.min(top_p) < 1.0)
-    def _() -> None:
+    def keep_nucleus() -> None:
         x = scaled[...]
         mass = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
         quota = jnp.where(top_p < 1.0, top_p * jnp.sum(mass, axis=-1, keepdims=True), jnp.inf)
@@ -128,13 +130,13 @@ def _within_quota(x: jax.Array, mass: jax.Array, quota: jax.Array) -> jax.Array:
     return above | (ties & (lane <= last))
 
 
-def _bisect(start: jax.Array, bits: int, too_low: object) -> jax.Array:
-    """Smallest integer t >= start, t < start + 2**bits, for which `too_low(t)` is false (monotone); else the largest."""
+def _bisect(start: jax.Array, bits: int, too_low: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Smallest integer from `start` on, within 2**bits, for which the monotone `too_low` is false; else the last."""
 
     def step(i: jax.Array, low: jax.Array) -> jax.Array:
         width = lax.shift_left(jnp.int32(1), jnp.int32(bits - 1) - i)
         middle = low + (width - 1)
-        return jnp.where(too_low(middle), low + width, low)  # type: ignore[operator]
+        return jnp.where(too_low(middle), low + width, low)
 
     return lax.fori_loop(0, bits, step, start)
 

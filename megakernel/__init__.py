@@ -1,0 +1,32 @@
+"""How a model is decoded: a whole generation in one kernel launch.
+
+from megakernel import load, decode, SamplingParams
+
+model = load("k3-nano")
+print(decode(model, "Fellow-Citizens of the Senate", max_new_tokens=64))
+"""
+
+from megakernel.decode import decode
+from megakernel.loading import LoadedModel, ModelNotFoundError, load
+from megakernel.plan import Plan, PlanError, make_plan
+from megakernel.result import Generation, NumericsError, Piece, Timing
+from megakernel.target import TARGETS, Target, find_target
+from model.sampling import SamplingParams
+
+__all__ = [
+    "TARGETS",
+    "Generation",
+    "LoadedModel",
+    "ModelNotFoundError",
+    "NumericsError",
+    "Piece",
+    "Plan",
+    "PlanError",
+    "SamplingParams",
+    "Target",
+    "Timing",
+    "decode",
+    "find_target",
+    "load",
+    "make_plan",
+]

@@ -1,0 +1,69 @@
+"""Ways to run a launch, and what each needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
+from megakernel.target import CPU, TARGETS, Target
+
+_KINDS = {
+    "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e", "TPU v6e": "v6e", "TPU v7": "v7x", "TPU7x": "v7x",
+}  # fmt: skip
+NAMES = ("auto", "interpret", "simulate", "tpu", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """`interpret` is what `pallas_call` takes: False on a TPU, True or simulator parameters elsewhere."""
+
+    name: str
+    target: Target
+    interpret: Any
+
+
+def resolve_backend(name: str) -> Backend:
+    """Turns a backend's name into a target and a way to run.
+
+    "auto" is "tpu" where JAX's default device is a TPU, else "interpret". "simulate" runs the kernel in simulated TPU
+    memories with race detection (slow). "reference" does not run the kernel at all.
+
+    Raises:
+      ValueError: the name is not known, or asks for a TPU that is not there.
+    """
+    if name not in NAMES:
+        raise ValueError(f"backend {name!r} is not known; known: {', '.join(NAMES)}")
+    if name == "auto":
+        name = "tpu" if jax.default_backend() == "tpu" else "interpret"
+    if name == "tpu":
+        return Backend(name, _attached_tpu(), False)
+    if name == "simulate":
+        return Backend(name, CPU, simulator())
+    return Backend(name, CPU, True)
+
+
+def simulator(dma_execution_mode: str = "on_wait") -> pltpu.InterpretParams:
+    """Simulated TPU memories: races detected, fresh memory full of NaN, reads out of bounds raise.
+
+    Args:
+      dma_execution_mode: "on_wait" (copies happen as late as allowed) or "eager" (as early as allowed).
+    """
+    return pltpu.InterpretParams(
+        dma_execution_mode=dma_execution_mode,  # type: ignore[arg-type]
+        detect_races=True,
+        uninitialized_memory="nan",
+        out_of_bounds_reads="raise",
+    )
+
+
+def _attached_tpu() -> Target:
+    device = jax.devices()[0]
+    if device.platform != "tpu":
+        raise ValueError(f"backend 'tpu' needs a TPU; JAX's device here is {device.device_kind!r}: use 'interpret'")
+    if device.device_kind not in _KINDS:
+        raise ValueError(f"TPU kind {device.device_kind!r} is not known; known: {', '.join(sorted(_KINDS))}")
+    return TARGETS[_KINDS[device.device_kind]]

@@ -1,0 +1,119 @@
+"""The public API: `decode`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, overload
+
+from tqdm import tqdm
+
+from megakernel.backends import resolve_backend
+from megakernel.compile_cache import use_compile_cache
+from megakernel.generate import STREAM_TOKENS, Settings, groups, run_group, run_reference
+from megakernel.loading import LoadedModel
+from megakernel.request import Prompt, make_jobs, make_stop
+from megakernel.result import Generation, Piece
+from model.sampling import SamplingParams
+
+BackendName = Literal["auto", "interpret", "simulate", "tpu", "reference"]
+StopArgument = str | int | Sequence[str | int] | None
+
+
+@overload
+def decode(
+    model: LoadedModel,
+    prompts: str,
+    *,
+    max_new_tokens: int = ...,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+    stop: StopArgument = ...,
+    logprobs: bool = ...,
+    seed: int | Sequence[int] | None = ...,
+    backend: BackendName = ...,
+    stream: Literal[False] = ...,
+) -> Generation: ...
+
+
+@overload
+def decode(
+    model: LoadedModel,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = ...,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+    stop: StopArgument = ...,
+    logprobs: bool = ...,
+    seed: int | Sequence[int] | None = ...,
+    backend: BackendName = ...,
+    stream: Literal[False] = ...,
+) -> Generation | list[Generation]: ...
+
+
+@overload
+def decode(
+    model: LoadedModel,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = ...,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+    stop: StopArgument = ...,
+    logprobs: bool = ...,
+    seed: int | Sequence[int] | None = ...,
+    backend: BackendName = ...,
+    stream: Literal[True],
+) -> Iterator[Piece]: ...
+
+
+def decode(
+    model: LoadedModel,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    stop: StopArgument = None,
+    logprobs: bool = False,
+    seed: int | Sequence[int] | None = None,
+    backend: BackendName = "auto",
+    stream: bool = False,
+) -> Generation | list[Generation] | Iterator[Piece]:
+    """Decodes prompts, up to 16 together, each generation inside one kernel launch.
+
+    Args:
+      model: from `megakernel.load`.
+      prompts: a string, a list of token ids, or a list of either; lengths may differ.
+      max_new_tokens: most new tokens of each sequence.
+      sampling: how tokens are drawn; default greedy. One for all prompts or one for each.
+      stop: strings or token ids that end a sequence, besides the model's own end-of-sequence token. Strings split the
+        generation into several launches, since the host has to look at the text.
+      logprobs: also return the log-probability of each new token.
+      seed: an integer from 0 to 2**64 - 1, one for all prompts or one for each. A prompt, its sampling and its seed
+        give the same tokens in any batch. Default: drawn anew, and reported in the result.
+      backend: "auto" (a TPU if there is one, else "interpret"), "interpret", "simulate" (race detection, slow), "tpu",
+        or "reference" (the flax model instead of the kernel).
+      stream: yield `Piece`s while decoding, a launch of a few tokens at a time.
+
+    Returns:
+      One `Generation` for a single prompt, a list for several; with `stream`, an iterator of pieces.
+
+    Raises:
+      ValueError, TypeError: an argument, by name and value, and what was expected.
+      megakernel.PlanError: the machine is too small for the request.
+      megakernel.NumericsError: NaN or infinity; the message names the layer.
+    """
+    jobs, single = make_jobs(model, prompts, max_new_tokens, sampling, seed)
+    where, use = make_stop(model, stop), resolve_backend(backend)
+    settings = Settings(where, logprobs, STREAM_TOKENS if stream or where.strings else None)
+    use_compile_cache()
+
+    def events() -> Iterator[Piece | Generation]:
+        if use.name == "reference":
+            yield from run_reference(model, jobs, settings)
+            return
+        split = list(groups(model, use, jobs))
+        for plan, group in tqdm(split, desc="decode", unit="group", disable=None if len(split) > 1 else True):
+            yield from run_group(model, use, plan, group, settings)
+
+    if stream:
+        return (event for event in events() if isinstance(event, Piece))
+    found = [event for event in events() if isinstance(event, Generation)]
+    return found[0] if single else found

@@ -1,0 +1,186 @@
+"""Runs jobs: groups of sequences through the kernel, or one after another through the reference model."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from megakernel.backends import Backend
+from megakernel.loading import LoadedModel
+from megakernel.plan import MAX_ROWS, Plan, PlanError, make_plan
+from megakernel.prefill import reference_model, run_prompt
+from megakernel.request import Job, Stop
+from megakernel.result import FinishReason, Generation, NumericsError, Piece, Timing
+from megakernel.session import Session, SlotRequest
+from megakernel.text import TextStream
+from model.reference import jit_step
+from model.sampling import sample
+
+KERNEL_PROMPT = 64
+"""Longest prompt that the kernel reads itself; longer ones go through the reference's chunkwise form."""
+_SMALLEST_CONTEXT = 256
+STREAM_TOKENS = 16
+"""New tokens of one launch when text is streamed or stop strings are watched."""
+
+
+@dataclasses.dataclass
+class Progress:
+    """One sequence on its way."""
+
+    job: Job
+    text: TextStream
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish: FinishReason | None = None
+    shown: str = ""
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float], stop: Stop, with_logprobs: bool) -> Piece:
+        """Adds new tokens, up to the one that ends the sequence."""
+        sure, count = "", 0
+        for token in tokens:
+            count += 1
+            if token in stop.tokens:
+                self.finish = "stop"
+                break
+            sure += self.text.push(token)
+            if self.text.stopped:
+                self.finish = "stop"
+                break
+        self.tokens += tokens[:count]
+        self.logprobs += logprobs[:count]
+        if self.finish is None and len(self.tokens) >= self.job.max_new_tokens:
+            self.finish = "length"
+        if self.finish is not None:
+            sure += self.text.flush()
+        self.shown += sure
+        kept = tuple(logprobs[:count]) if with_logprobs else None
+        return Piece(self.job.index, sure, tuple(tokens[:count]), kept, self.finish)
+
+    def generation(self, timing: Timing, with_logprobs: bool) -> Generation:
+        assert self.finish is not None
+        return Generation(
+            text=self.shown,
+            tokens=tuple(self.tokens),
+            finish_reason=self.finish,
+            logprobs=tuple(self.logprobs) if with_logprobs else None,
+            prompt_tokens=self.job.prompt,
+            seed=self.job.seed,
+            timing=timing,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all jobs of a call share."""
+
+    stop: Stop
+    with_logprobs: bool
+    launch_tokens: int | None  # new tokens of one launch; None: all of them
+
+
+def groups(model: LoadedModel, backend: Backend, jobs: Sequence[Job]) -> Iterator[tuple[Plan, list[Job]]]:
+    """Splits jobs into groups that one plan serves, as many sequences together as fit."""
+    left = list(jobs)
+    while left:
+        size = min(len(left), MAX_ROWS)
+        while True:
+            try:
+                plan = plan_for(model, backend, left[:size])
+                break
+            except PlanError:
+                if size == 1:
+                    raise
+                size //= 2
+        yield plan, left[:size]
+        left = left[size:]
+
+
+def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job]) -> Plan:
+    """A plan for these jobs; sizes are rounded up to powers of two, so that few plans are ever compiled."""
+    context = max(len(job.prompt) + job.max_new_tokens for job in jobs)
+    steps = max(min(len(job.prompt), KERNEL_PROMPT) + job.max_new_tokens for job in jobs)
+    limit = model.config.max_position_embeddings
+    return make_plan(
+        model.config,
+        backend.target,
+        sequences=_power_of_two(len(jobs)),
+        context=min(_power_of_two(max(context, _SMALLEST_CONTEXT)), limit),
+        launch_steps=_power_of_two(max(steps, _SMALLEST_CONTEXT)),
+    )
+
+
+def run_group(
+    model: LoadedModel, backend: Backend, plan: Plan, jobs: Sequence[Job], settings: Settings
+) -> Iterator[Piece | Generation]:
+    """Decodes one group; yields pieces launch by launch, then one generation a job."""
+    session = Session(model, plan, backend, settings.stop.tokens)
+    running = [Progress(job, TextStream(model.tokenizer, settings.stop.strings)) for job in jobs]
+    nexts = [_first_request(session, slot, job) for slot, job in enumerate(jobs)]
+    while any(progress.finish is None for progress in running):
+        requests = [
+            dataclasses.replace(request, wanted=_launch_size(progress, settings)) if progress.finish is None else None
+            for progress, request in zip(running, nexts, strict=True)
+        ]
+        for slot, result in enumerate(session.launch(requests)[: len(jobs)]):
+            request = requests[slot]
+            if result is None or request is None:
+                continue
+            nexts[slot] = dataclasses.replace(
+                request, given=result.tokens[-1:], position=request.position + result.steps
+            )
+            yield running[slot].take(result.tokens, result.logprobs, settings.stop, settings.with_logprobs)
+    timing = Timing(
+        compile=session.compile_seconds,
+        prefill=session.prefill_seconds,
+        decode=session.decode_seconds,
+        launches=session.launches,
+        steps=session.steps,
+        tokens=sum(len(progress.tokens) for progress in running),
+    )
+    for progress in running:
+        yield progress.generation(timing, settings.with_logprobs)
+
+
+def _first_request(session: Session, slot: int, job: Job) -> SlotRequest:
+    given, position = job.prompt, 0
+    if len(given) > KERNEL_PROMPT:
+        session.prefill(slot, given[:-1])
+        given, position = given[-1:], len(given) - 1
+    return SlotRequest(given, position, job.max_new_tokens, job.sampling, job.seed)
+
+
+def _launch_size(progress: Progress, settings: Settings) -> int:
+    left = progress.job.max_new_tokens - len(progress.tokens)
+    return min(left, settings.launch_tokens or left)
+
+
+def run_reference(model: LoadedModel, jobs: Sequence[Job], settings: Settings) -> Iterator[Piece | Generation]:
+    """The same jobs, one after another, token by token through the reference model in float32."""
+    for job in jobs:
+        progress = Progress(job, TextStream(model.tokenizer, settings.stop.strings))
+        started = time.perf_counter()
+        logits, cache = run_prompt(model, "float32", job.prompt, len(job.prompt) + job.max_new_tokens)
+        prefill = time.perf_counter() - started
+        reference, started = reference_model(model, "float32"), time.perf_counter()
+        bar = tqdm(total=job.max_new_tokens, desc="reference", unit="token", disable=None, leave=False)
+        while progress.finish is None:
+            if not bool(jnp.isfinite(logits).all()):
+                raise NumericsError(f"NaN or infinity in the logits of {model.config.name}")
+            position = len(job.prompt) + len(progress.tokens)
+            token = int(sample(logits[0], job.sampling, job.seed, position))
+            logprob = float(logits[0, token] - jnp.logaddexp.reduce(logits[0]))
+            yield progress.take([token], [logprob], settings.stop, settings.with_logprobs)
+            bar.update()
+            if progress.finish is None:
+                logits, cache = jit_step(reference, jnp.array([token], jnp.int32), cache)
+        bar.close()
+        seconds, count = time.perf_counter() - started, len(progress.tokens)
+        yield progress.generation(Timing(0.0, prefill, seconds, 0, count, count), settings.with_logprobs)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()

@@ -1,0 +1,127 @@
+"""Arguments of `decode` -> jobs, checked before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from typing import TypeVar
+
+from megakernel.loading import LoadedModel
+from megakernel.memory import MAX_STOP_TOKENS
+from model.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One sequence to decode. `index` is the place of its prompt in the call."""
+
+    index: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """What ends a sequence: tokens inside the launch, strings on the host."""
+
+    tokens: tuple[int, ...]
+    strings: tuple[str, ...]
+
+
+def make_jobs(
+    model: LoadedModel,
+    prompts: Prompt | Sequence[Prompt],
+    max_new_tokens: int,
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    seed: int | Sequence[int] | None,
+) -> tuple[list[Job], bool]:
+    """Returns the jobs and whether `prompts` was a single prompt.
+
+    Raises:
+      ValueError, TypeError: an argument, by name and value, and what was expected.
+    """
+    single = isinstance(prompts, str) or (len(prompts) > 0 and all(_is_int(token) for token in prompts))
+    many: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
+    if not many:
+        raise ValueError("prompts is empty; expected a string, a list of token ids, or a list of either")
+    if not _is_int(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens = {max_new_tokens!r}; expected an integer, 1 or more")
+    samplings = _one_each(many, sampling or SamplingParams(), "sampling", SamplingParams)
+    seeds = [
+        _check_seed(value) for value in _one_each(many, secrets.randbits(63) if seed is None else seed, "seed", int)
+    ]
+    return [
+        Job(i, _tokens(model, prompt, i, max_new_tokens), max_new_tokens, samplings[i], seeds[i])
+        for i, prompt in enumerate(many)
+    ], single
+
+
+def make_stop(model: LoadedModel, stop: str | int | Sequence[str | int] | None) -> Stop:
+    """End-of-sequence tokens of the model, and the caller's tokens and strings."""
+    entries = [] if stop is None else [stop] if isinstance(stop, str | int) else list(stop)
+    strings = tuple(entry for entry in entries if isinstance(entry, str))
+    tokens = [entry for entry in entries if not isinstance(entry, str)]
+    for token in tokens:
+        _check_token(model, token, "stop")
+    if "" in strings:
+        raise ValueError("stop holds an empty string, which would stop before the first token")
+    if strings and model.tokenizer is None:
+        raise ValueError(f"stop = {strings!r} needs a tokenizer, and {model.config.name} has none; give token ids")
+    all_tokens = tuple(dict.fromkeys([*model.config.eos_token_ids, *tokens]))
+    if len(all_tokens) > MAX_STOP_TOKENS:
+        raise ValueError(f"stop: {len(all_tokens)} stop tokens with the model's own; at most {MAX_STOP_TOKENS}")
+    return Stop(all_tokens, strings)
+
+
+def _tokens(model: LoadedModel, prompt: Prompt, index: int, max_new_tokens: int) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError(f"prompt {index} is a string, and {model.config.name} has no tokenizer; give token ids")
+        tokens = tuple(model.tokenizer.encode(prompt))
+    else:
+        tokens = tuple(prompt)
+    if not tokens:
+        raise ValueError(f"prompt {index} is empty; expected at least one token")
+    for token in tokens:
+        _check_token(model, token, f"prompt {index}")
+    limit = model.config.max_position_embeddings
+    if len(tokens) + max_new_tokens > limit:
+        raise ValueError(
+            f"prompt {index} has {len(tokens)} tokens and max_new_tokens = {max_new_tokens}, together more than the "
+            f"context of {limit}; shorten the prompt or lower max_new_tokens to {max(limit - len(tokens), 0)}"
+        )
+    return tuple(int(token) for token in tokens)
+
+
+def _check_token(model: LoadedModel, token: object, where: str) -> None:
+    vocab = model.config.vocab_size
+    if not _is_int(token):
+        raise TypeError(f"{where} holds {token!r}; expected token ids (integers)")
+    if not 0 <= token < vocab:  # type: ignore[operator]
+        raise ValueError(f"{where} holds token id {token}; expected 0 to {vocab - 1}")
+
+
+def _check_seed(seed: int) -> int:
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed = {seed}; expected 0 to 2**64 - 1")
+    return seed
+
+
+def _one_each(prompts: Sequence[Prompt], value: T | Sequence[T], name: str, kind: type[T]) -> list[T]:
+    if isinstance(value, kind) and not isinstance(value, bool):
+        return [value] * len(prompts)
+    if not isinstance(value, list | tuple) or not all(isinstance(v, kind) for v in value):
+        raise TypeError(f"{name} = {value!r}; expected {kind.__name__} or one for each prompt")
+    if len(value) != len(prompts):
+        raise ValueError(f"{name} has {len(value)} entries for {len(prompts)} prompts")
+    return list(value)
+
+
+def _is_int(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)

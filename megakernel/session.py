@@ -1,0 +1,174 @@
+"""One plan at work: packed weights, caches on the device, the compiled launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megakernel import kernel, memory
+from megakernel.backends import Backend
+from megakernel.loading import LoadedModel
+from megakernel.pack import pack
+from megakernel.phases import sample
+from megakernel.plan import Plan
+from megakernel.prefill import prefill_slot
+from megakernel.result import NumericsError
+from model.checkpoint import Checkpoint, CheckpointError
+from model.sampling import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotRequest:
+    """What one sequence asks of one launch.
+
+    Attributes:
+      given: tokens to run before the first new one is kept; at least one.
+      position: of the first given token.
+      wanted: most new tokens.
+    """
+
+    given: Sequence[int]
+    position: int
+    wanted: int
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotResult:
+    """New tokens of one sequence and their log-probabilities; `reason` as in `megakernel.kernel`."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    steps: int
+    reason: int
+
+
+class Session:
+    """Decodes up to `plan.sequences` sequences together; slot i keeps its caches from launch to launch."""
+
+    def __init__(self, model: LoadedModel, plan: Plan, backend: Backend, stop_tokens: Sequence[int] = ()):
+        self.model, self.plan, self.backend = model, plan, backend
+        self.stop_tokens = list(stop_tokens)
+        self.weights = _packed_weights(model, plan)
+        self.caches = {name: jnp.zeros(b.shape, b.dtype) for name, b in memory.cache_buffers(plan).items()}
+        self.compile_seconds = 0.0
+        self.prefill_seconds = 0.0
+        self.decode_seconds = 0.0
+        self.launches = 0
+        self.steps = 0
+
+    def prefill(self, slot: int, tokens: Sequence[int]) -> None:
+        """Fills a slot's caches with a prompt, from position 0, through the reference model's chunkwise form."""
+        started = time.perf_counter()
+        self.caches = prefill_slot(self.model, self.plan, self.caches, slot, tokens)
+        jax.block_until_ready(self.caches)
+        self.prefill_seconds += time.perf_counter() - started
+
+    def launch(self, requests: Sequence[SlotRequest | None]) -> list[SlotResult | None]:
+        """One launch over all slots; a None slot stays as it is.
+
+        Raises:
+          NumericsError: a sequence met NaN or infinity.
+        """
+        arrays = _request_arrays(self.plan, requests, self.stop_tokens)
+        run = self._compiled(arrays)
+        started = time.perf_counter()
+        results, self.caches = run(self.weights, self.caches, arrays)
+        found = {name: np.asarray(value) for name, value in results.items()}
+        self.decode_seconds += time.perf_counter() - started
+        self.launches += 1
+        self.steps += int(found["status"][:, kernel.STEPS].max())
+        self.results = found
+        return [
+            None if request is None else self._slot_result(slot, request, found)
+            for slot, request in enumerate([*requests, *[None] * (self.plan.sequences - len(requests))])
+        ]
+
+    def _compiled(self, arrays: dict[str, Any]) -> Any:
+        key = ("launch", self.plan, self.backend.name)
+        if key not in self.model.derived:
+            started = time.perf_counter()
+            launch = functools.partial(kernel.launch, self.plan, interpret=self.backend.interpret)
+            lowered = jax.jit(launch, donate_argnums=1).lower(self.weights, self.caches, arrays)
+            self.model.derived[key] = lowered.compile()
+            self.compile_seconds += time.perf_counter() - started
+        return self.model.derived[key]
+
+    def _slot_result(self, slot: int, request: SlotRequest, found: dict[str, np.ndarray]) -> SlotResult:
+        status = found["status"][slot]
+        if status[kernel.REASON] == kernel.BROKEN:
+            raise NumericsError(_blame(self.model, int(status[kernel.BAD_LAYER])))
+        new = slice(len(request.given) - 1, int(status[kernel.STEPS]))
+        return SlotResult(
+            tokens=found["new_tokens"][slot, new].tolist(),
+            logprobs=found["logprobs"][slot, new].tolist(),
+            steps=int(status[kernel.STEPS]),
+            reason=int(status[kernel.REASON]),
+        )
+
+
+def _packed_weights(model: LoadedModel, plan: Plan) -> dict[str, jax.Array]:
+    key = ("packed", plan.block_k, plan.block_n, plan.weights)
+    if key not in model.derived:
+        model.derived[key] = {name: jnp.asarray(array) for name, array in pack(plan, model.weights).items()}
+    return model.derived[key]
+
+
+def _request_arrays(
+    plan: Plan, requests: Sequence[SlotRequest | None], stop_tokens: Sequence[int]
+) -> dict[str, jax.Array]:
+    arrays = {name: np.zeros(b.shape, b.dtype) for name, b in memory.request_buffers(plan).items()}
+    arrays["stop_tokens"][:] = -1
+    arrays["stop_tokens"][: len(stop_tokens)] = stop_tokens
+    arrays["sampling_floats"][:, sample.TOP_P] = 1.0
+    for slot, request in enumerate(requests):
+        if request is None:
+            continue
+        arrays["tokens"][slot, : len(request.given)] = request.given
+        lanes = arrays["request"][slot]
+        lanes[kernel.START], lanes[kernel.GIVEN], lanes[kernel.WANTED] = (
+            request.position,
+            len(request.given),
+            request.wanted,
+        )
+        floats, ints = arrays["sampling_floats"][slot], arrays["sampling_ints"][slot]
+        floats[sample.TEMPERATURE] = request.sampling.temperature
+        floats[sample.TOP_P], floats[sample.MIN_P] = request.sampling.top_p, request.sampling.min_p
+        ints[sample.TOP_K] = request.sampling.top_k
+        seed = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32], np.uint32).view(np.int32)
+        ints[sample.SEED_LOW], ints[sample.SEED_HIGH] = seed
+    return {name: jnp.asarray(array) for name, array in arrays.items()}
+
+
+def _blame(model: LoadedModel, layer: int) -> str:
+    config = model.config
+    prefix, where = f"model.layers.{layer}.", f"layer {layer}"
+    if layer < config.num_hidden_layers:
+        where += f" ({config.layer_kind(layer).upper()}, {'MoE' if config.is_moe(layer) else 'dense'})"
+    else:
+        prefix, where = "", "the final norm or the LM head"
+    message = f"NaN or infinity in {where} of {config.name}"
+    names = [name for name in model.weights if name.startswith(prefix)]
+    try:
+        if isinstance(model.weights, Checkpoint):
+            model.weights.verify_finite([*names, "model.embed_tokens.weight"])
+        else:
+            _verify_finite(model, names)
+    except CheckpointError as error:
+        return f"{message}: {error}"
+    return f"{message}; its weights are finite, so an activation overflowed"
+
+
+def _verify_finite(model: LoadedModel, names: Sequence[str]) -> None:
+    for name in names:
+        tensor = model.weights[name]
+        if tensor.dtype != np.uint8 and not np.isfinite(np.asarray(tensor, np.float32)).all():
+            raise CheckpointError(f"tensor {name} holds NaN or infinity")

@@ -1,0 +1,90 @@
+"""What a user asks of sampling, and the plain definition of it: sort, cut, draw.
+
+The kernel draws the same tokens without sorting (`megakernel.phases.sample`); this is its oracle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is drawn from the logits.
+
+    The logits are divided by `temperature`; then `min_p` drops entries less likely than `min_p` times the likeliest,
+    `top_k` keeps the k likeliest of what is left, and `top_p` keeps the smallest set of the likeliest whose
+    probability, within what is left, reaches p. Equal logits rank by lowest index.
+
+    Attributes:
+      temperature: 0 takes the likeliest token (greedy).
+      top_k: 0 keeps all.
+      top_p: in (0, 1]; 1 keeps all.
+      min_p: in [0, 1]; 0 keeps all.
+
+    Raises:
+      ValueError: a value outside its range, by name and value.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature = {self.temperature}; expected a finite number, 0 (greedy) or more")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k = {self.top_k!r}; expected an integer, 0 (keep all) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p}; expected a number above 0, at most 1 (keep all)")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p = {self.min_p}; expected a number from 0 (keep all) to 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def kept_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
+    """Logits over the temperature, with -inf where min-p, top-k or top-p drops an entry.  # [V] f32 -> [V] f32
+
+    The probabilities that sampling draws from are the softmax of this. `params` must not be greedy.
+    """
+    x = logits / params.temperature
+    x = jnp.where(jnp.exp(x - jnp.max(x)) < params.min_p, -jnp.inf, x)
+    order = jnp.argsort(-x, stable=True)  # likeliest first, ties by index
+    ranked = x[order]
+    if params.top_k:
+        ranked = jnp.where(jnp.arange(len(x)) < params.top_k, ranked, -jnp.inf)
+    if params.top_p < 1.0:
+        mass = jnp.exp(ranked - ranked[0])
+        before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(mass)[:-1]])
+        ranked = jnp.where(before < params.top_p * jnp.sum(mass), ranked, -jnp.inf)
+    return jnp.zeros_like(x).at[order].set(ranked)
+
+
+def gumbel_noise(seed: int, position: int | jax.Array, vocab_size: int) -> jax.Array:
+    """Noise of one position: Threefry-2x32 keyed by the seed, counting (position, entry).  # [V] f32
+
+    -log(-log1p(-v)) with v = (24 bits + 1/2) / 2^24.
+    """
+    key = jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
+    entries = jnp.arange(vocab_size, dtype=jnp.uint32)
+    positions = jnp.full((vocab_size,), position, jnp.uint32)
+    bits = threefry_2x32(key, jnp.concatenate([positions, entries]))[:vocab_size]
+    v = ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-24
+    return -jnp.log(-jnp.log1p(-v))
+
+
+def sample(logits: jax.Array, params: SamplingParams, seed: int, position: int | jax.Array) -> jax.Array:
+    """The token at `position` of a sequence with this seed (Gumbel-max).  # logits [V] f32 -> [] i32"""
+    if params.greedy:
+        return jnp.argmax(logits).astype(jnp.int32)
+    noisy = kept_logits(logits, params) + gumbel_noise(seed, position, logits.shape[-1])
+    return jnp.argmax(noisy).astype(jnp.int32)
