@@ -182,8 +182,9 @@ def kda_chunkwise(
 
     q, k, v, g, beta = (by_chunk(x) for x in (q, k, v, g, beta))
     total = jnp.cumsum(g, axis=-2)  # G [N, B, H, chunk, K]
-    kk, qk = _decayed_products(k, k, total, bounded), _decayed_products(q, k, total, bounded)
-    solve = _unit_lower_inverse(jnp.tril(beta[..., None] * kk, -1))  # [N, B, H, chunk, chunk]
+    kk = jnp.tril(_decayed_products(k, k, total, bounded), -1)  # [N, B, H, chunk, chunk]
+    qk = jnp.tril(_decayed_products(q, k, total, bounded))
+    solve = _unit_lower_inverse(beta[..., None] * kk)
     from_start = jnp.exp(total)
     w_own = _einsum("...ti,...iv->...tv", solve, beta[..., None] * v)
     w_old = _einsum("...ti,...ik->...tk", solve, beta[..., None] * from_start * k)  # w = w_own - w_old S
@@ -195,7 +196,7 @@ def kda_chunkwise(
         return jnp.exp(end)[..., None] * carry + _einsum("bhtk,bhtv->bhkv", to_end, w), (carry, w)
 
     state, (before, w) = lax.scan(body, state, (w_own, w_old, to_end, total[..., -1, :]))
-    o = _einsum("...tk,...kv->...tv", from_start * q, before) + _einsum("...ti,...iv->...tv", jnp.tril(qk), w)
+    o = _einsum("...tk,...kv->...tv", from_start * q, before) + _einsum("...ti,...iv->...tv", qk, w)
     o = jnp.moveaxis(jnp.moveaxis(o, 2, 3), 0, 1).reshape(batch, padded, heads, -1)
     return o[:, :tokens], state
 
