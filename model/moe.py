@@ -16,11 +16,15 @@ from flax import nnx
 from jax import lax
 
 from model.config import ModelConfig
-from model.primitives import HIGHEST, Trace, linear, linear_f32, record, rms_norm, situ_glu, swi_glu
+from model.primitives import HIGHEST, Trace, linear, linear_f32, record, rms_norm, rounded, situ_glu, swi_glu
 from model.source import Source, below
 
 GatedActivation = Callable[[jax.Array, jax.Array], jax.Array]
-_einsum = functools.partial(jnp.einsum, precision=HIGHEST)
+
+
+def _einsum(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """A linear map for each expert: float32 sums, one rounding."""
+    return rounded(jnp.einsum(equation, x, weight, precision=HIGHEST), x.dtype)
 
 
 def gated_activation(config: ModelConfig) -> GatedActivation:
@@ -103,19 +107,17 @@ class MoE(nnx.Module):
         if self.latent_norm:
             routed = rms_norm(routed, self.routed_expert_norm, self.eps)
         out = linear(routed, self.routed_expert_up_proj) if self.latent else routed
-        return out + self.shared_experts(x) if self.shared else out
+        return rounded(out + self.shared_experts(x), x.dtype) if self.shared else out
 
     def _all_experts(self, z: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         is_chosen = chosen[..., None] == jnp.arange(self.num_experts)  # [..., k, E]
         combine = jnp.sum(jnp.where(is_chosen, weights[..., None], 0.0), axis=-2)  # [..., E]
-        inner = self.activation(
-            _einsum("...l,efl->...ef", z, self.w1[...]), _einsum("...l,efl->...ef", z, self.w3[...])
-        )
-        each = _einsum("...ef,elf->...el", inner, self.w2[...])
-        return jnp.sum(each.astype(jnp.float32) * combine[..., None], axis=-2).astype(z.dtype)
+        gate, up = (_einsum("...l,efl->...ef", z, w[...]) for w in (self.w1, self.w3))
+        each = _einsum("...ef,elf->...el", self.activation(gate, up), self.w2[...])
+        return rounded(jnp.sum(each.astype(jnp.float32) * combine[..., None], axis=-2), z.dtype)
 
     def _chosen_only(self, z: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         w1, w2, w3 = (w[...][chosen] for w in (self.w1, self.w2, self.w3))  # [..., k, F, L] or [..., k, L, F]
-        inner = self.activation(_einsum("...l,...kfl->...kf", z, w1), _einsum("...l,...kfl->...kf", z, w3))
-        each = _einsum("...kf,...klf->...kl", inner, w2)
-        return jnp.sum(each.astype(jnp.float32) * weights[..., None], axis=-2).astype(z.dtype)
+        gate, up = (_einsum("...l,...kfl->...kf", z, w) for w in (w1, w3))
+        each = _einsum("...kf,...klf->...kl", self.activation(gate, up), w2)
+        return rounded(jnp.sum(each.astype(jnp.float32) * weights[..., None], axis=-2), z.dtype)

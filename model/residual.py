@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from model.primitives import HIGHEST, Trace, Weight, record
+from model.primitives import HIGHEST, Trace, Weight, record, rounded
 
 
 class ResidualStream:
@@ -37,7 +37,7 @@ class ResidualStream:
         self._sum = None
 
     def add(self, output: jax.Array) -> None:
-        self._sum = output if self._sum is None else self._sum + output
+        self._sum = output if self._sum is None else rounded(self._sum + output, output.dtype)
 
     def read(self, norm: Weight, proj: Weight) -> jax.Array:
         """`softmax_j(<v_j / rms(v_j), norm * proj>)` over snapshots and prefix `v_j [..., D]`; the raw `v_j` are mixed.
@@ -49,7 +49,7 @@ class ResidualStream:
         weights = jax.nn.softmax(jnp.stack([self._score(v, direction) for v in entries], axis=-1), axis=-1)
         record(self.trace, "attn_res_probs", weights)
         mixed = functools.reduce(jnp.add, (weights[..., j, None] * v for j, v in enumerate(entries)))
-        return mixed.astype(self.prefix.dtype)
+        return rounded(mixed, self.prefix.dtype)
 
     def _score(self, v: jax.Array, direction: jax.Array) -> jax.Array:
         """`<v / rms(v), direction>`, `[..., D]` to `[...]`."""
