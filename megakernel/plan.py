@@ -71,6 +71,11 @@ class Plan:
     expert_slots: int
     keep_logits: bool
 
+    def __str__(self) -> str:
+        from megakernel.report import plan_text
+
+        return plan_text(self)
+
     @cached_property
     def rows(self) -> int:
         """Rows of the tile that every product computes on; rows past the sequences are padding."""
