@@ -19,6 +19,7 @@ import jax
 from megakernel.aot import AotError, compile_for
 from megakernel.backends import NAMES, resolve_backend
 from megakernel.decode import decode
+from megakernel.draw import DrawingError, draw_plan
 from megakernel.generate import plan_for
 from megakernel.loading import SHIPPED, LoadedModel, load
 from megakernel.plan import Plan, make_plan
@@ -30,7 +31,7 @@ from model.config import ConfigError, ModelConfig
 from model.presets import PRESETS
 from model.sampling import SamplingParams
 
-_USER_ERRORS = (ValueError, OSError, NumericsError, AotError)
+_USER_ERRORS = (ValueError, OSError, NumericsError, AotError, DrawingError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,6 +158,9 @@ def _plan(options: argparse.Namespace) -> None:
         expert_slots=options.expert_slots,
     )
     print(plan_text(plan), flush=True)
+    if options.draw:
+        draw_plan(plan).savefig(options.draw, dpi=100)
+        _note(f"drawn to {options.draw}")
     if options.compile:
         print(f"\n{compile_for(plan, schedule=True)}")
 
@@ -224,6 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--ring-depth", type=int, metavar="N", help="tape blocks in flight (as many as fit)")
     plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (4)")
     plan.add_argument("--compile", action="store_true", help="compile it with the TPU compiler; needs no TPU")
+    plan.add_argument("--draw", metavar="FILE", help="draw it: a picture in any format of matplotlib, by the suffix")
     plan.set_defaults(run=_plan)
 
     doctor = commands.add_parser("doctor", help="what this machine can run", description="Checks this machine.")
