@@ -129,9 +129,9 @@ def kda_update(
 ) -> tuple[jax.Array, jax.Array]:
     """One token: `q, k, g [B, H, K]`, `v [B, H, V]`, `beta [B, H]`, `state [B, H, K, V]`; returns output and state."""
     state = jnp.exp(g)[..., None] * state
-    u = v - jnp.sum(k[..., None] * state, axis=-2)
+    u = v - _einsum("bhk,bhkv->bhv", k, state)
     state = state + (beta[..., None] * k)[..., None] * u[..., None, :]
-    return jnp.sum(q[..., None] * state, axis=-2), state
+    return _einsum("bhk,bhkv->bhv", q, state), state
 
 
 def kda_recurrent(

@@ -94,15 +94,15 @@ class MoE(nnx.Module):
         self.w2 = nnx.Param(weights("experts.w2"))  # down [E, L, F]
         self.w3 = nnx.Param(weights("experts.w3"))  # up   [E, F, L]
 
-    def __call__(self, x: jax.Array, gather: bool, trace: Trace | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, chosen_only: bool, trace: Trace | None = None) -> jax.Array:
         """`x [..., D]`, normed, to `[..., D]`.
 
-        `gather` reads only the chosen experts, once for each token: right for few tokens. Otherwise every expert sees
-        every token, which is the fewest kernel launches and no copies.
+        `chosen_only` reads only the chosen experts, once for each token: right for few tokens. Otherwise every expert
+        sees every token: the fewest operations on a device, and right for many tokens.
         """
         chosen, weights = self.gate(x, trace)
         z = linear(x, self.routed_expert_down_proj) if self.latent else x
-        routed = (self._chosen_only if gather else self._all_experts)(z, chosen, weights)
+        routed = (self._chosen_only if chosen_only else self._all_experts)(z, chosen, weights)
         record(trace, "moe_latent_out", routed)
         if self.latent_norm:
             routed = rms_norm(routed, self.routed_expert_norm, self.eps)
@@ -117,7 +117,16 @@ class MoE(nnx.Module):
         return rounded(jnp.sum(each.astype(jnp.float32) * combine[..., None], axis=-2), z.dtype)
 
     def _chosen_only(self, z: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        w1, w2, w3 = (w[...][chosen] for w in (self.w1, self.w2, self.w3))  # [..., k, F, L] or [..., k, L, F]
-        gate, up = (_einsum("...l,...kfl->...kf", z, w) for w in (w1, w3))
-        each = _einsum("...kf,...klf->...kl", self.activation(gate, up), w2)
+        """One (token, expert) pair after the other: reads each chosen expert where it lies."""
+        stacks, experts = [w[...] for w in (self.w1, self.w2, self.w3)], chosen.reshape(-1)
+        if z.dtype == jnp.bfloat16:  # a CPU would convert whole stacks to float32 before the loop; gathers it does not
+            stacks, experts = [w[experts] for w in stacks], jnp.arange(experts.size)
+
+        def pair(token_and_expert: tuple[jax.Array, jax.Array]) -> jax.Array:
+            token, expert = token_and_expert
+            w1, w2, w3 = (lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in stacks)
+            return linear(self.activation(linear(token, w1), linear(token, w3)), w2)
+
+        by_pair = jnp.repeat(z.reshape(-1, 1, z.shape[-1]), chosen.shape[-1], axis=0)  # [tokens * k, 1, L]
+        each = lax.map(pair, (by_pair, experts)).reshape(*chosen.shape, -1)  # [..., k, L]
         return rounded(jnp.sum(each.astype(jnp.float32) * weights[..., None], axis=-2), z.dtype)

@@ -8,13 +8,11 @@ Source: Attention Residuals (Moonshot AI, 2026) and the code of Kimi K3.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from model.primitives import HIGHEST, Trace, Weight, record, rounded
+from model.primitives import Trace, Weight, einsum_f32, record, rounded
 
 
 class ResidualStream:
@@ -44,14 +42,10 @@ class ResidualStream:
 
         `norm [D]`, `proj [1, D]`. All in float32, one rounding at the end.
         """
-        entries = [v.astype(jnp.float32) for v in (*self.snapshots, self.prefix)]
+        values = jnp.stack([*self.snapshots, self.prefix], axis=-2).astype(jnp.float32)  # [..., m, D]
         direction = norm[...].astype(jnp.float32) * proj[...][0].astype(jnp.float32)
-        weights = jax.nn.softmax(jnp.stack([self._score(v, direction) for v in entries], axis=-1), axis=-1)
+        scores = einsum_f32("...md,d->...m", values, direction)
+        scores *= lax.rsqrt(jnp.mean(values * values, axis=-1) + self.eps)
+        weights = jax.nn.softmax(scores, axis=-1)
         record(self.trace, "attn_res_probs", weights)
-        mixed = functools.reduce(jnp.add, (weights[..., j, None] * v for j, v in enumerate(entries)))
-        return rounded(mixed, self.prefix.dtype)
-
-    def _score(self, v: jax.Array, direction: jax.Array) -> jax.Array:
-        """`<v / rms(v), direction>`, `[..., D]` to `[...]`."""
-        dot = jnp.einsum("...d,d->...", v, direction, precision=HIGHEST)
-        return dot * lax.rsqrt(jnp.mean(v * v, axis=-1) + self.eps)
+        return rounded(einsum_f32("...m,...md->...d", weights, values), self.prefix.dtype)

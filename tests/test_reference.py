@@ -32,6 +32,7 @@ from model.reference import (
     model_weights,
     random_weights,
     step,
+    stepper,
 )
 from model.source import below
 from model.weights import source_of
@@ -315,6 +316,8 @@ def test_step_is_pure() -> None:
     first, _ = pure_step(small, jnp.array([9]), after)
     second, _ = pure_step(small, jnp.array([9]), after)
     np.testing.assert_array_equal(first, second)
+    bound, _ = stepper(small)(jnp.array([9]), jax.tree.map(jnp.copy, after))
+    np.testing.assert_array_equal(first, bound)
     assert int(cache.length[0]) == 0
     assert not np.asarray(cache.kda_state[0]).any()
 
