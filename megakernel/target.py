@@ -55,7 +55,8 @@ def _tpu(name: str, topology: str, vmem_mib: int, hbm_gb: float, hbm_gb_per_s: f
 
 
 # The interpreters have no tiles and no fast memory of their own. Float32 is the CPU's native matrix format and holds
-# every bfloat16 weight exactly; "VMEM" there is ordinary memory, bounded like the largest TPU's.
+# every bfloat16 weight exactly; "VMEM" there is ordinary memory, bounded like the largest TPU's. The row tile holds the
+# largest batch, as on the TPUs: XLA chooses the order of sums by an array's shape, so rows must never change it.
 CPU = Target(
     name="cpu",
     topology=None,
@@ -65,7 +66,7 @@ CPU = Target(
     hbm_bytes_per_s=None,
     activations="float32",
     weights="float32",
-    min_row_tile=8,
+    min_row_tile=16,
     lane_aligned=False,
 )
 
