@@ -65,7 +65,7 @@ CPU = Target(
     hbm_bytes_per_s=None,
     activations="float32",
     weights="float32",
-    min_row_tile=8,
+    min_row_tile=16,
     lane_aligned=False,
 )
 
