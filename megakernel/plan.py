@@ -79,6 +79,11 @@ class Plan:
         """Rows that may hold a token. Row `t * sequences + s` is token t of sequence s."""
         return self.sequences * self.tokens
 
+    def __str__(self) -> str:
+        from megakernel.report import plan_text
+
+        return plan_text(self)
+
     @cached_property
     def rows(self) -> int:
         """Rows of the tile that every product computes on; rows past the live ones are padding."""

@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 
 from model.config import ModelConfig
-from model.primitives import HIGHEST, Weight, l2_norm, linear
+from model.primitives import HIGHEST, Weight, l2_norm, linear, rounded
 from model.source import Source
 
 _einsum = functools.partial(jnp.einsum, precision=HIGHEST)
@@ -86,7 +86,7 @@ class KDA(nnx.Module):
             o, state = kda_recurrent(q, k, v, g, beta, state)
         else:
             o, state = kda_chunkwise(q, k, v, g, beta, state, chunk, bounded=self.lower_bound is not None)
-        y = linear(self._gated_norm(o.astype(x.dtype), x), self.o_proj)
+        y = linear(self._gated_norm(rounded(o, x.dtype), x), self.o_proj)
         return y, state, _last_rows(history, tail.shape[1], lengths).astype(tail.dtype)
 
     def _by_head(self, x: jax.Array) -> jax.Array:
@@ -98,7 +98,7 @@ class KDA(nnx.Module):
         wide = o.astype(jnp.float32)
         normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps) * self.o_norm[...]
         z = normed * jax.nn.sigmoid(self._by_head(gate).astype(jnp.float32))
-        return z.astype(o.dtype).reshape((*x.shape[:-1], -1))
+        return rounded(z, o.dtype).reshape((*x.shape[:-1], -1))
 
 
 def short_convolution(history: jax.Array, taps: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ def short_convolution(history: jax.Array, taps: jax.Array) -> jax.Array:
     tokens = history.shape[1] - (n - 1)
     wide = history.astype(jnp.float32)
     y = sum(taps[:, 0, j] * wide[:, j : j + tokens] for j in range(n))
-    return jax.nn.silu(y).astype(history.dtype)
+    return rounded(jax.nn.silu(y), history.dtype)
 
 
 def log_decay(raw: jax.Array, a_log: Weight, dt_bias: jax.Array, lower_bound: float | None) -> jax.Array:
@@ -129,9 +129,9 @@ def kda_update(
 ) -> tuple[jax.Array, jax.Array]:
     """One token: `q, k, g [B, H, K]`, `v [B, H, V]`, `beta [B, H]`, `state [B, H, K, V]`; returns output and state."""
     state = jnp.exp(g)[..., None] * state
-    u = v - jnp.sum(k[..., None] * state, axis=-2)
+    u = v - _einsum("bhk,bhkv->bhv", k, state)
     state = state + (beta[..., None] * k)[..., None] * u[..., None, :]
-    return jnp.sum(q[..., None] * state, axis=-2), state
+    return _einsum("bhk,bhkv->bhv", q, state), state
 
 
 def kda_recurrent(
@@ -181,13 +181,15 @@ def kda_chunkwise(
         return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 3, 2)
 
     q, k, v, g, beta = (by_chunk(x) for x in (q, k, v, g, beta))
+    decayed_products = _factored_products if bounded else _pairwise_products
+    kk = jnp.tril(decayed_products(k, k, g), -1)  # [N, B, H, chunk, chunk]
+    qk = jnp.tril(decayed_products(q, k, g))
+    solve = _unit_lower_inverse(beta[..., None] * kk)
     total = jnp.cumsum(g, axis=-2)  # G [N, B, H, chunk, K]
-    kk, qk = _decayed_products(k, k, total, bounded), _decayed_products(q, k, total, bounded)
-    solve = _unit_lower_inverse(jnp.tril(beta[..., None] * kk, -1))  # [N, B, H, chunk, chunk]
     from_start = jnp.exp(total)
     w_own = _einsum("...ti,...iv->...tv", solve, beta[..., None] * v)
     w_old = _einsum("...ti,...ik->...tk", solve, beta[..., None] * from_start * k)  # w = w_own - w_old S
-    to_end = jnp.exp(total[..., -1:, :] - total) * k
+    to_end = jnp.exp(_sum_after(g)) * k
 
     def body(carry: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         w_own, w_old, to_end, end = part
@@ -195,22 +197,34 @@ def kda_chunkwise(
         return jnp.exp(end)[..., None] * carry + _einsum("bhtk,bhtv->bhkv", to_end, w), (carry, w)
 
     state, (before, w) = lax.scan(body, state, (w_own, w_old, to_end, total[..., -1, :]))
-    o = _einsum("...tk,...kv->...tv", from_start * q, before) + _einsum("...ti,...iv->...tv", jnp.tril(qk), w)
+    o = _einsum("...tk,...kv->...tv", from_start * q, before) + _einsum("...ti,...iv->...tv", qk, w)
     o = jnp.moveaxis(jnp.moveaxis(o, 2, 3), 0, 1).reshape(batch, padded, heads, -1)
     return o[:, :tokens], state
 
 
-def _decayed_products(x: jax.Array, k: jax.Array, total: jax.Array, bounded: bool) -> jax.Array:
+def _factored_products(x: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
     """`<x_t, exp(G_t - G_i) k_i>` for t >= i (garbage above the diagonal): `[..., chunk, K]` to `[..., chunk, chunk]`.
 
-    With g >= -5 the exponential splits into two factors around the chunk's middle, each at most exp(5 chunk / 2):
-    finite in float32 up to chunk 32. Without a bound only the differences themselves are safe.
+    The exponential splits into two factors around the chunk's middle. With g >= -5 each is at most exp(5 chunk / 2):
+    finite in float32 up to chunk 32.
     """
-    if bounded:
-        middle = total[..., total.shape[-2] // 2 - 1 : total.shape[-2] // 2, :]
-        return _einsum("...tk,...ik->...ti", x * jnp.exp(total - middle), k * jnp.exp(middle - total))
-    difference = total[..., :, None, :] - total[..., None, :, :]
-    return jnp.sum(x[..., :, None, :] * k[..., None, :, :] * jnp.exp(jnp.minimum(difference, 0.0)), axis=-1)
+    total = jnp.cumsum(g, axis=-2)
+    middle = total[..., g.shape[-2] // 2 - 1 : g.shape[-2] // 2, :]
+    return _einsum("...tk,...ik->...ti", x * jnp.exp(total - middle), k * jnp.exp(middle - total))
+
+
+def _pairwise_products(x: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
+    """As `_factored_products` for decays without a bound: each `G_t - G_i` is summed by itself."""
+    chunk = g.shape[-2]
+    after = jnp.arange(chunk)[:, None] > jnp.arange(chunk)  # [t, i]
+    span = jnp.cumsum(jnp.where(after[..., None], g[..., :, None, :], 0.0), axis=-3)  # [..., t, i, K]
+    return jnp.sum(x[..., :, None, :] * k[..., None, :, :] * jnp.exp(span), axis=-1)
+
+
+def _sum_after(g: jax.Array) -> jax.Array:
+    """`G_end - G_i`, without the difference: `[..., chunk, K]`."""
+    later = jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], axis=-2)
+    return jnp.flip(jnp.cumsum(jnp.flip(later, -2), axis=-2), -2)
 
 
 def _unit_lower_inverse(lower: jax.Array) -> jax.Array:

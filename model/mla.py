@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.config import ModelConfig
-from model.primitives import Trace, einsum_f32, linear, record, rms_norm
+from model.primitives import Trace, einsum_f32, linear, record, rms_norm, rounded
 from model.source import Source
 
 
@@ -70,7 +70,8 @@ class MLA(nnx.Module):
         attend = self.attend_absorbed if absorbed else self.attend_expanded
         o = attend(self.queries(x), latents.astype(x.dtype), visible)
         if self.gated:
-            o = o * jax.nn.sigmoid(linear(x, self.g_proj).astype(jnp.float32)).astype(o.dtype)
+            gate = rounded(jax.nn.sigmoid(linear(x, self.g_proj).astype(jnp.float32)), o.dtype)
+            o = rounded(o * gate, o.dtype)
         return linear(o, self.o_proj), latents
 
     def latents(self, x: jax.Array) -> jax.Array:
@@ -94,20 +95,20 @@ class MLA(nnx.Module):
         keys, values = kv[..., : self.nope], kv[..., self.nope :]
         scores = einsum_f32("bthn,bshn->bhts", q[..., : self.nope], keys)
         scores += einsum_f32("bthe,bse->bhts", q[..., self.nope :], latents[..., self.latent :])
-        weights = self._softmax(scores, visible).astype(q.dtype)
+        weights = rounded(self._softmax(scores, visible), q.dtype)
         o = einsum_f32("bhts,bshv->bthv", weights, values)
-        return o.reshape(*q.shape[:2], -1).astype(q.dtype)
+        return rounded(o, q.dtype).reshape(*q.shape[:2], -1)
 
     def attend_absorbed(self, q: jax.Array, latents: jax.Array, visible: jax.Array) -> jax.Array:
         """As `attend_expanded`; sums of latents are rounded where they enter the next product."""
         kv_b = self.kv_b_proj[...].reshape(self.heads, self.nope + self.value, self.latent)
         into_keys, out_of_values = kv_b[:, : self.nope], kv_b[:, self.nope :]
-        absorbed = einsum_f32("bthn,hnc->bthc", q[..., : self.nope], into_keys).astype(q.dtype)
+        absorbed = rounded(einsum_f32("bthn,hnc->bthc", q[..., : self.nope], into_keys), q.dtype)
         reach = jnp.concatenate([absorbed, q[..., self.nope :]], axis=-1)  # [B, T, H, C+E]
-        weights = self._softmax(einsum_f32("bthc,bsc->bhts", reach, latents), visible).astype(q.dtype)
-        context = einsum_f32("bhts,bsc->bthc", weights, latents[..., : self.latent]).astype(q.dtype)
+        weights = rounded(self._softmax(einsum_f32("bthc,bsc->bhts", reach, latents), visible), q.dtype)
+        context = rounded(einsum_f32("bhts,bsc->bthc", weights, latents[..., : self.latent]), q.dtype)
         o = einsum_f32("bthc,hvc->bthv", context, out_of_values)
-        return o.reshape(*q.shape[:2], -1).astype(q.dtype)
+        return rounded(o, q.dtype).reshape(*q.shape[:2], -1)
 
     def _softmax(self, scores: jax.Array, visible: jax.Array) -> jax.Array:
         return jax.nn.softmax(jnp.where(visible[:, None], scores * self.scale, -jnp.inf), axis=-1)

@@ -16,11 +16,15 @@ from flax import nnx
 from jax import lax
 
 from model.config import ModelConfig
-from model.primitives import HIGHEST, Trace, linear, linear_f32, record, rms_norm, situ_glu, swi_glu
+from model.primitives import HIGHEST, Trace, linear, linear_f32, record, rms_norm, rounded, situ_glu, swi_glu
 from model.source import Source, below
 
 GatedActivation = Callable[[jax.Array, jax.Array], jax.Array]
-_einsum = functools.partial(jnp.einsum, precision=HIGHEST)
+
+
+def _einsum(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """A linear map for each expert: float32 sums, one rounding."""
+    return rounded(jnp.einsum(equation, x, weight, precision=HIGHEST), x.dtype)
 
 
 def gated_activation(config: ModelConfig) -> GatedActivation:
@@ -90,32 +94,39 @@ class MoE(nnx.Module):
         self.w2 = nnx.Param(weights("experts.w2"))  # down [E, L, F]
         self.w3 = nnx.Param(weights("experts.w3"))  # up   [E, F, L]
 
-    def __call__(self, x: jax.Array, gather: bool, trace: Trace | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, chosen_only: bool, trace: Trace | None = None) -> jax.Array:
         """`x [..., D]`, normed, to `[..., D]`.
 
-        `gather` reads only the chosen experts, once for each token: right for few tokens. Otherwise every expert sees
-        every token, which is the fewest kernel launches and no copies.
+        `chosen_only` reads only the chosen experts, once for each token: right for few tokens. Otherwise every expert
+        sees every token: the fewest operations on a device, and right for many tokens.
         """
         chosen, weights = self.gate(x, trace)
         z = linear(x, self.routed_expert_down_proj) if self.latent else x
-        routed = (self._chosen_only if gather else self._all_experts)(z, chosen, weights)
+        routed = (self._chosen_only if chosen_only else self._all_experts)(z, chosen, weights)
         record(trace, "moe_latent_out", routed)
         if self.latent_norm:
             routed = rms_norm(routed, self.routed_expert_norm, self.eps)
         out = linear(routed, self.routed_expert_up_proj) if self.latent else routed
-        return out + self.shared_experts(x) if self.shared else out
+        return rounded(out + self.shared_experts(x), x.dtype) if self.shared else out
 
     def _all_experts(self, z: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         is_chosen = chosen[..., None] == jnp.arange(self.num_experts)  # [..., k, E]
         combine = jnp.sum(jnp.where(is_chosen, weights[..., None], 0.0), axis=-2)  # [..., E]
-        inner = self.activation(
-            _einsum("...l,efl->...ef", z, self.w1[...]), _einsum("...l,efl->...ef", z, self.w3[...])
-        )
-        each = _einsum("...ef,elf->...el", inner, self.w2[...])
-        return jnp.sum(each.astype(jnp.float32) * combine[..., None], axis=-2).astype(z.dtype)
+        gate, up = (_einsum("...l,efl->...ef", z, w[...]) for w in (self.w1, self.w3))
+        each = _einsum("...ef,elf->...el", self.activation(gate, up), self.w2[...])
+        return rounded(jnp.sum(each.astype(jnp.float32) * combine[..., None], axis=-2), z.dtype)
 
     def _chosen_only(self, z: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        w1, w2, w3 = (w[...][chosen] for w in (self.w1, self.w2, self.w3))  # [..., k, F, L] or [..., k, L, F]
-        inner = self.activation(_einsum("...l,...kfl->...kf", z, w1), _einsum("...l,...kfl->...kf", z, w3))
-        each = _einsum("...kf,...klf->...kl", inner, w2)
-        return jnp.sum(each.astype(jnp.float32) * weights[..., None], axis=-2).astype(z.dtype)
+        """One (token, expert) pair after the other: reads each chosen expert where it lies."""
+        stacks, experts = [w[...] for w in (self.w1, self.w2, self.w3)], chosen.reshape(-1)
+        if z.dtype == jnp.bfloat16:  # a CPU would convert whole stacks to float32 before the loop; gathers it does not
+            stacks, experts = [w[experts] for w in stacks], jnp.arange(experts.size)
+
+        def pair(token_and_expert: tuple[jax.Array, jax.Array]) -> jax.Array:
+            token, expert = token_and_expert
+            w1, w2, w3 = (lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in stacks)
+            return linear(self.activation(linear(token, w1), linear(token, w3)), w2)
+
+        by_pair = jnp.repeat(z.reshape(-1, 1, z.shape[-1]), chosen.shape[-1], axis=0)  # [tokens * k, 1, L]
+        each = lax.map(pair, (by_pair, experts)).reshape(*chosen.shape, -1)  # [..., k, L]
+        return rounded(jnp.sum(each.astype(jnp.float32) * weights[..., None], axis=-2), z.dtype)

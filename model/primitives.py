@@ -8,12 +8,11 @@ Source of the maths: the modelling code and technical report of Kimi K3 and Kimi
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 Weight = jax.Array | nnx.Param
 Trace = dict[str, list[jax.Array]]
@@ -27,27 +26,35 @@ def record(trace: Trace | None, name: str, value: jax.Array) -> None:
         trace.setdefault(name, []).append(value)
 
 
+def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`x` in `dtype`, rounded to nearest even for certain: XLA may drop a conversion that is followed by its inverse
+    (`xla_allow_excess_precision`), but not this."""
+    if dtype == jnp.bfloat16:
+        x = lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+    return x.astype(dtype)
+
+
 def linear(x: jax.Array, weight: Weight) -> jax.Array:
     """`x [..., in]` times `weight [out, in]`: float32 sums, one rounding to the dtype of `x`; `[..., out]`."""
-    return lax.dot_general(x, weight[...], (((x.ndim - 1,), (1,)), ((), ())), precision=HIGHEST)
+    product = lax.dot_general(x, weight[...], (((x.ndim - 1,), (1,)), ((), ())), precision=HIGHEST)
+    return rounded(product, x.dtype)
 
 
 def linear_f32(x: jax.Array, weight: Weight) -> jax.Array:
     """As `linear`, but the float32 sum is kept: for router scores and logits, which decide discrete outcomes."""
-    dimensions = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight[...], dimensions, precision=HIGHEST, preferred_element_type=jnp.float32)
+    return einsum_f32("...i,oi->...o", x, weight[...])
 
 
-def einsum_f32(equation: str, *operands: Any) -> jax.Array:
-    """Einsum with float32 sums and a float32 result."""
-    return jnp.einsum(equation, *operands, precision=HIGHEST, preferred_element_type=jnp.float32)
+def einsum_f32(equation: str, *operands: jax.Array) -> jax.Array:
+    """Einsum with float32 products and sums and a float32 result, whatever the dtype of the operands."""
+    return jnp.einsum(equation, *(operand.astype(jnp.float32) for operand in operands), precision=HIGHEST)
 
 
 def rms_norm(x: jax.Array, weight: Weight, eps: float) -> jax.Array:
     """`x [..., d] / rms(x) * weight [d]`, in the dtype of `x`; rounded before and after the weight, as officially."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * weight[...].astype(x.dtype)
+    return rounded(rounded(normed, x.dtype) * weight[...].astype(x.dtype), x.dtype)
 
 
 def l2_norm(x: jax.Array) -> jax.Array:
@@ -63,9 +70,9 @@ def situ_glu(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float) ->
     """
     g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
     clipped = beta * jnp.tanh(g / beta) * jax.nn.sigmoid(g)
-    return (clipped * linear_beta * jnp.tanh(u / linear_beta)).astype(gate.dtype)
+    return rounded(clipped * linear_beta * jnp.tanh(u / linear_beta), gate.dtype)
 
 
 def swi_glu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """`silu(gate) * up` in float32, rounded once."""
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+    return rounded(jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32), gate.dtype)

@@ -11,7 +11,8 @@ Functions are pure and can be jitted; `Model` is a pytree, so it can be an argum
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
@@ -32,7 +33,7 @@ from model.weights import model_weights, random_weights, source_of
 
 __all__ = [
     "Cache", "Model", "Trace", "forward", "init_cache", "jit_prefill", "jit_step", "load_model", "model_weights",
-    "prefill", "random_weights", "step",
+    "prefill", "random_weights", "step", "stepper",
 ]  # fmt: skip
 
 Form = Literal["sequence", "token"]
@@ -57,10 +58,10 @@ class Layer(nnx.Module):
         else:
             self.mlp = FFN(config, below(weights, "mlp."))
 
-    def feed_forward(self, x: jax.Array, gather: bool, trace: Trace | None) -> jax.Array:
+    def feed_forward(self, x: jax.Array, chosen_only: bool, trace: Trace | None) -> jax.Array:
         if hasattr(self, "mlp"):
             return self.mlp(x)
-        return self.block_sparse_moe(x, gather, trace)
+        return self.block_sparse_moe(x, chosen_only, trace)
 
 
 class Model(nnx.Module):
@@ -202,3 +203,19 @@ jit_prefill = jax.jit(prefill, donate_argnames="cache", static_argnames="chunk")
 
 jit_step = jax.jit(step, donate_argnames="cache")
 """`step`, compiled; the cache passed in is consumed."""
+
+
+def stepper(model: Model) -> Callable[[jax.Array, Cache], tuple[jax.Array, Cache]]:
+    """`jit_step` with the model bound once, for loops in which handing over its many tensors would cost time.
+
+    The cache passed in is consumed. Later changes of the model's parameters are not seen.
+    """
+    leaves, tree = jax.tree.flatten(model)
+    return functools.partial(_bound_step, tree, leaves)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _bound_step(
+    tree: jax.tree_util.PyTreeDef, leaves: list[jax.Array], tokens: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    return step(jax.tree.unflatten(tree, leaves), tokens, cache)

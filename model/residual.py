@@ -8,13 +8,11 @@ Source: Attention Residuals (Moonshot AI, 2026) and the code of Kimi K3.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from model.primitives import HIGHEST, Trace, Weight, record
+from model.primitives import Trace, Weight, einsum_f32, record, rounded
 
 
 class ResidualStream:
@@ -37,21 +35,17 @@ class ResidualStream:
         self._sum = None
 
     def add(self, output: jax.Array) -> None:
-        self._sum = output if self._sum is None else self._sum + output
+        self._sum = output if self._sum is None else rounded(self._sum + output, output.dtype)
 
     def read(self, norm: Weight, proj: Weight) -> jax.Array:
         """`softmax_j(<v_j / rms(v_j), norm * proj>)` over snapshots and prefix `v_j [..., D]`; the raw `v_j` are mixed.
 
         `norm [D]`, `proj [1, D]`. All in float32, one rounding at the end.
         """
-        entries = [v.astype(jnp.float32) for v in (*self.snapshots, self.prefix)]
+        values = jnp.stack([*self.snapshots, self.prefix], axis=-2).astype(jnp.float32)  # [..., m, D]
         direction = norm[...].astype(jnp.float32) * proj[...][0].astype(jnp.float32)
-        weights = jax.nn.softmax(jnp.stack([self._score(v, direction) for v in entries], axis=-1), axis=-1)
+        scores = einsum_f32("...md,d->...m", values, direction)
+        scores *= lax.rsqrt(jnp.mean(values * values, axis=-1) + self.eps)
+        weights = jax.nn.softmax(scores, axis=-1)
         record(self.trace, "attn_res_probs", weights)
-        mixed = functools.reduce(jnp.add, (weights[..., j, None] * v for j, v in enumerate(entries)))
-        return mixed.astype(self.prefix.dtype)
-
-    def _score(self, v: jax.Array, direction: jax.Array) -> jax.Array:
-        """`<v / rms(v), direction>`, `[..., D]` to `[...]`."""
-        dot = jnp.einsum("...d,d->...", v, direction, precision=HIGHEST)
-        return dot * lax.rsqrt(jnp.mean(v * v, axis=-1) + self.eps)
+        return rounded(einsum_f32("...m,...md->...d", weights, values), self.prefix.dtype)

@@ -1,0 +1,252 @@
+"""`python -m megakernel`, also installed as `one-launch`: generate text, look at a plan, check the machine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from megakernel.aot import AotError, compile_for
+from megakernel.backends import NAMES, resolve_backend
+from megakernel.decode import decode
+from megakernel.draw import DrawingError, draw_plan
+from megakernel.generate import plan_for
+from megakernel.loading import SHIPPED, LoadedModel, load
+from megakernel.plan import Plan, make_plan
+from megakernel.report import machine_name, plan_text, plural
+from megakernel.request import make_jobs
+from megakernel.result import Generation, NumericsError, Piece
+from megakernel.target import TARGETS, find_target
+from model.config import ConfigError, ModelConfig
+from model.presets import PRESETS
+from model.sampling import SamplingParams
+
+_USER_ERRORS = (ValueError, OSError, NumericsError, AotError, DrawingError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0, or 2 after a message of one line on standard error."""
+    options = _parser().parse_args(arguments)
+    _leave_absent_tpus_alone()
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except _USER_ERRORS as error:
+        if isinstance(error, BrokenPipeError):  # whoever reads the output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        _note(f"one-launch: {' '.join(str(error).split())}")
+        return 2
+    except KeyboardInterrupt:
+        _note("")
+        return 130
+    return 0
+
+
+# ---- generate ----
+
+
+def _generate(options: argparse.Namespace) -> None:
+    sampling = SamplingParams(options.temperature, options.top_k, options.top_p, options.min_p)
+    seed = secrets.randbits(32) if options.seed is None else options.seed
+    model = load(options.model)
+    prompt = sys.stdin.read() if options.text == "-" else options.text
+    backend = resolve_backend(options.backend)
+    run: Callable[..., Any] = functools.partial(
+        decode,
+        model,
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        sampling=sampling,
+        stop=options.stop,
+        logprobs=options.logprobs,
+        seed=seed,
+        backend=options.backend,
+    )
+    _note(f"{model.config.name}, backend {backend.name}, seed {seed}; the first run compiles, which takes seconds")
+    if sys.stdout.isatty():
+        print(prompt, end="", flush=True)
+    done = _stream(run(stream=True)) if options.stream else _whole(run())
+    if options.logprobs:
+        _print_logprobs(model, done)
+    plan = None
+    if backend.name != "reference":
+        plan = plan_for(model, backend, make_jobs(model, prompt, options.max_new_tokens, sampling, seed)[0])
+    _note(f"{done.summary}{_speed(plan, done.rate)}")
+
+
+@dataclasses.dataclass
+class _Done:
+    """What a generation came to; `rate` is in tokens a second, None where nothing could be timed."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    summary: str
+    rate: float | None
+
+
+def _stream(pieces: Iterator[Piece]) -> _Done:
+    """Prints pieces as they come. The rate is the median piece's, so that compiling does not count."""
+    started = last = time.perf_counter()
+    done = _Done([], [], "", None)
+    times: list[float] = []
+    rates: list[float] = []
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+        now = time.perf_counter()
+        if times:
+            rates.append(len(piece.tokens) / (now - last))
+        times.append(now - started)
+        last = now
+        done.tokens += piece.tokens
+        done.logprobs += piece.logprobs or ()
+    print(flush=True)
+    done.summary = f"{plural(len(done.tokens), 'token')}, the first ones after {times[0]:.1f} s"
+    done.rate = statistics.median(rates) if rates else None
+    return done
+
+
+def _whole(generation: Generation) -> _Done:
+    print(generation.text, flush=True)
+    timing = generation.timing
+    launches = "1 launch" if timing.launches == 1 else f"{timing.launches} launches"
+    summary = f"{plural(timing.tokens, 'token')} in {launches}, compiled in {timing.compile:.1f} s"
+    return _Done(list(generation.tokens), list(generation.logprobs or ()), summary, timing.tokens_per_second or None)
+
+
+def _speed(plan: Plan | None, rate: float | None) -> str:
+    """`; N tokens/s` measured here, and beside it the weights read; nothing where nothing could be timed."""
+    if rate is None:
+        return ""
+    weights = "" if plan is None else f", {rate * weight_bytes(plan) / 1e9:.1f} GB/s of weights"
+    return f"; {rate:,.0f} tokens/s{weights} (measured on this machine: {machine_name()})"
+
+
+def weight_bytes(plan: Plan) -> int:
+    """Bytes of weights that one step of one sequence multiplies by, wherever they lie: tape, vectors and experts."""
+    return plan.tape_bytes + plan.step_bytes["vectors"] + plan.step_bytes["experts"] // plan.sequences
+
+
+def _print_logprobs(model: LoadedModel, done: _Done) -> None:
+    for token, logprob in zip(done.tokens, done.logprobs, strict=True):
+        text = model.tokenizer.decode([token]) if model.tokenizer else str(token)
+        _note(f"{logprob:9.3f}  {text!r}")
+    _note(f"{statistics.mean(done.logprobs):9.3f}  mean")
+
+
+# ---- plan ----
+
+
+def _plan(options: argparse.Namespace) -> None:
+    target = find_target(options.target)
+    plan = make_plan(
+        find_config(options.model),
+        target,
+        sequences=options.sequences,
+        context=options.context,
+        ring_depth=options.ring_depth,
+        expert_slots=options.expert_slots,
+    )
+    print(plan_text(plan), flush=True)
+    if options.draw:
+        draw_plan(plan).savefig(options.draw, dpi=100)
+        _note(f"drawn to {options.draw}")
+    if options.compile:
+        print(f"\n{compile_for(plan, schedule=True)}")
+
+
+def find_config(name: str) -> ModelConfig:
+    """The configuration of a preset, a shipped model or a checkpoint folder; no weights are needed."""
+    if name in PRESETS:
+        return ModelConfig.preset(name)
+    for folder in (Path(name), SHIPPED / name):
+        if folder.is_dir():
+            return ModelConfig.from_file(folder)
+    raise ConfigError(f"{name!r} is neither a folder nor a known model; known: {', '.join(sorted(PRESETS))}")
+
+
+# ---- doctor ----
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from megakernel.doctor import doctor
+
+    for line in doctor(run=not options.quick):
+        print(line, flush=True)
+
+
+# ---- arguments ----
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"one-launch: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="one-launch", description="A Mixture-of-Experts decoder in one kernel launch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    defaults = SamplingParams(temperature=0.8, top_p=0.95)  # small models repeat themselves when greedy
+    hints = {
+        "temperature": "0 takes the likeliest token",
+        "top_k": "0 keeps all",
+        "top_p": "1 keeps all",
+        "min_p": "0 keeps all",
+    }
+
+    generate = commands.add_parser("generate", help="continue a text", description="Continues a text.")
+    generate.add_argument("text", help="the prompt; - reads it from standard input")
+    generate.add_argument("--model", default="k3-nano", help="a shipped model or a checkpoint folder (%(default)s)")
+    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most new tokens (%(default)s)")
+    for field in dataclasses.fields(SamplingParams):
+        option, default = f"--{field.name.replace('_', '-')}", getattr(defaults, field.name)
+        generate.add_argument(
+            option, type=type(default), default=default, metavar="X", help=f"{hints[field.name]} (%(default)s)"
+        )
+    generate.add_argument("--seed", type=int, help="0 to 2**64 - 1; the same seed gives the same text again")
+    generate.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
+    generate.add_argument("--backend", choices=NAMES, default="auto", help="where to run (%(default)s)")
+    generate.add_argument("--logprobs", action="store_true", help="list each token's log-probability at the end")
+    generate.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="show text as it comes")
+    generate.set_defaults(run=_generate)
+
+    plan = commands.add_parser("plan", help="show the kernel's plan of a model", description="Shows a plan.")
+    plan.add_argument("model", help=f"{', '.join(sorted(PRESETS))}, or a checkpoint folder")
+    plan.add_argument("--target", default="v7x", help=f"{', '.join(TARGETS)} (%(default)s)")
+    plan.add_argument("--sequences", type=int, default=1, metavar="N", help="sequences together (%(default)s)")
+    plan.add_argument("--context", type=int, metavar="N", help="positions of a sequence (the model's, at most 4096)")
+    plan.add_argument("--ring-depth", type=int, metavar="N", help="tape blocks in flight (as many as fit)")
+    plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (4)")
+    plan.add_argument("--compile", action="store_true", help="compile it with the TPU compiler; needs no TPU")
+    plan.add_argument("--draw", metavar="FILE", help="draw it: a picture in any format of matplotlib, by the suffix")
+    plan.set_defaults(run=_plan)
+
+    doctor = commands.add_parser("doctor", help="what this machine can run", description="Checks this machine.")
+    doctor.add_argument("--quick", action="store_true", help="versions and models only; run and compile nothing")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _leave_absent_tpus_alone() -> None:
+    """Keeps JAX from looking for a TPU, at length and aloud, on a machine that has libtpu installed but no TPU."""
+    platforms = getattr(jax.config, "jax_platforms")  # noqa: B009  (an attribute that type checkers cannot see)
+    if not platforms and not any(Path("/dev").glob("accel*")) and not Path("/dev/vfio").is_dir():
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

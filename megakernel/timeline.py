@@ -1,0 +1,185 @@
+"""What is in flight when: the work of consecutive steps in order, and every copy with the work that it spans.
+
+Order only, no durations: one unit of work is one tape block's product or one phase without a tape block. The order is
+that of `layers` and `kernel.decode_steps`; the copies follow the rules of `stream`. The first copy of a launch's ring
+and vectors starts before work 0.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from megakernel import program
+from megakernel.plan import Plan
+
+Family = Literal["KDA", "MLA", "dense FFN", "routing", "shared experts", "routed experts", "LM head", "other"]
+FAMILIES: dict[str, Family] = {
+    "kda": "KDA",
+    "mla": "MLA",
+    "dense": "dense FFN",
+    "route": "routing",
+    "shared": "shared experts",
+    "routed": "routed experts",
+    "head": "LM head",
+}
+"""Family of a matrix by the first word of its name."""
+_PHASE_BEFORE = {"kda_out": "recurrence", "mla_value": "attention"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """`block` counts from the start of the launch; None for a phase that reads no tape block."""
+
+    name: str
+    family: Family
+    step: int
+    layer: int
+    block: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """In flight from before work `start` until `end`, where it is waited for: before work `end` (a fraction: inside).
+
+    `lane` names the buffer, `slot` the place in it.
+    """
+
+    lane: str
+    slot: int
+    kind: Literal["read", "write"]
+    start: float
+    end: float
+    label: str
+    family: Family = "other"
+
+
+def family_of(matrix: program.Matrix) -> Family:
+    return FAMILIES[matrix.name.split("_")[0]]
+
+
+def work_of(plan: Plan, steps: int = 1) -> list[Work]:
+    """The work of `steps` steps from the start of a launch."""
+    work: list[Work] = []
+    config, layers = plan.config, plan.config.num_hidden_layers
+    for step in range(steps):
+        block = step * plan.tape_blocks
+        work.append(Work("embed", "other", step, -1))
+        for layer in range(layers + 1):
+            if layer < layers:
+                matrices = (*program.attention_matrices(config, layer), *program.ffn_matrices(config, layer))
+            else:
+                matrices = program.head_matrices(config)
+            experts_after = _experts_after(matrices)
+            for matrix in matrices:
+                family = family_of(matrix)
+                if matrix.name in _PHASE_BEFORE:
+                    work.append(Work(_PHASE_BEFORE[matrix.name], family, step, layer))
+                for _ in range(plan.tiling(matrix).blocks):
+                    work.append(Work(matrix.name, family, step, layer, block))
+                    block += 1
+                if matrix.name == experts_after:
+                    work.append(Work("experts", "routed experts", step, layer))
+        work.append(Work("sample", "other", step, layers))
+    return work
+
+
+def copies_of(plan: Plan, work: Sequence[Work]) -> list[Copy]:
+    """Every copy that is waited for within `work`, and those in flight at its end (which end with it)."""
+    return [*_ring(plan, work), *_vectors(plan, work), *_windows(plan, work), *_fetches(plan, work)]
+
+
+def layer_boundary(plan: Plan, work: Sequence[Work]) -> int:
+    """Index of the work with which a layer begins: the first MLA layer after an MoE layer if there is one."""
+    config = plan.config
+    wanted = [layer for layer in config.mla_layers if layer and config.is_moe(layer - 1)]
+    layer = wanted[0] if wanted else min(1, config.num_hidden_layers)
+    return next(i for i, item in enumerate(work) if item.layer == layer)
+
+
+def token_boundary(work: Sequence[Work]) -> int:
+    """Index of the work with which the second step begins."""
+    return next(i for i, item in enumerate(work) if item.step == 1)
+
+
+def _experts_after(matrices: Sequence[program.Matrix]) -> str | None:
+    """The matrix after which the routed experts run: the last one of the shared experts, or the router."""
+    names = [matrix.name for matrix in matrices]
+    return "shared_out" if "shared_out" in names else "route" if "route" in names else None
+
+
+def _ring(plan: Plan, work: Sequence[Work]) -> list[Copy]:
+    if plan.tape_is_resident:
+        return []
+    at = {item.block: i for i, item in enumerate(work) if item.block is not None}
+    families = [item.family for item in work[: _first(work, 1)] if item.block is not None]
+    copies = []
+    for block in range(len(at) + plan.ring_depth):
+        start = at[block - plan.ring_depth] + 1 if block >= plan.ring_depth else 0
+        slot, family = block % plan.ring_depth, families[block % plan.tape_blocks]
+        copies.append(Copy("ring", slot, "read", start, at.get(block, len(work)), f"block {block}", family))
+    return copies
+
+
+def _vectors(plan: Plan, work: Sequence[Work]) -> list[Copy]:
+    starts = [i for i, item in enumerate(work) if item.layer >= 0 and work[i - 1].layer != item.layer]
+    copies = [Copy("vectors", 0, "read", 0, starts[0], "table 0")]
+    for table, start in enumerate(starts):
+        end = starts[table + 1] if table + 1 < len(starts) else len(work)
+        copies.append(Copy("vectors", (table + 1) % 2, "read", start, end, f"table {table + 1}"))
+    return copies
+
+
+def _windows(plan: Plan, work: Sequence[Work]) -> list[Copy]:
+    """Cache windows: read from a layer's start to the phase that needs them, written until the next such layer."""
+    copies: list[Copy] = []
+    kinds: tuple[tuple[tuple[str, ...], str, Family, int], ...] = (
+        (("conv tails", "KDA state"), "recurrence", "KDA", 0),
+        (("MLA tile",), "attention", "MLA", 1),  # merged after the attention has run
+    )
+    for lanes, phase, family, lateness in kinds:
+        uses = [i for i, item in enumerate(work) if item.name == phase]
+        begins = [_begin_of(work, use, family) for use in uses]
+        for i, (begin, use) in enumerate(zip(begins, uses, strict=True)):
+            end = begins[i + 1] if i + 1 < len(begins) else len(work)
+            label = f"layer {work[use].layer}"
+            for lane in lanes:
+                copies.append(Copy(lane, 0, "read", begin, use + lateness, label, family))
+                copies.append(Copy(lane, 0, "write", use + 1, end, label, family))
+    return copies
+
+
+def _fetches(plan: Plan, work: Sequence[Work]) -> list[Copy]:
+    """Copies of which only the kernel knows what they fetch: experts, cache pages, embedding rows."""
+    copies: list[Copy] = []
+    for i, item in enumerate(work):
+        if item.name == "experts":
+            routed = max(j for j in range(i) if work[j].name == "route") + 1
+            copies += [_expert(plan, order, routed, i, item.layer) for order in range(plan.max_distinct_experts)]
+        elif item.name == "attention":
+            copies.append(Copy("MLA pages", 0, "read", i, i + 1, f"layer {item.layer}", "MLA"))
+        elif item.name == "embed":
+            copies.append(Copy("embedding", 0, "read", i, i + 1, f"step {item.step}"))
+    return copies
+
+
+def _expert(plan: Plan, order: int, routed: int, at: int, layer: int) -> Copy:
+    """The `order`-th distinct expert, of as many as there can be: the first ones start after routing, each other one
+    when its slot is free."""
+    share = 1 / plan.max_distinct_experts
+    start = routed if order < plan.expert_slots else at + (order - plan.expert_slots + 1) * share
+    slot = order % plan.expert_slots
+    return Copy("experts", slot, "read", start, at + order * share, f"layer {layer}", "routed experts")
+
+
+def _begin_of(work: Sequence[Work], index: int, family: Family) -> int:
+    """First work of the sublayer that work `index` belongs to."""
+    while index and work[index - 1].family == family and work[index - 1].layer == work[index].layer:
+        index -= 1
+    return index
+
+
+def _first(work: Sequence[Work], step: int) -> int:
+    return bisect.bisect_left([item.step for item in work], step)

@@ -1,0 +1,247 @@
+"""The timeline against the kernel's own order, the ring's rules, and the picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import sys
+from collections import defaultdict
+
+import jax
+import pytest
+
+from megakernel import find_target, kernel, layers, make_plan, stream
+from megakernel.__main__ import main
+from megakernel.aot import launch_arguments
+from megakernel.draw import COLOURS, DrawingError, draw_plan, tape_segments, vmem_groups
+from megakernel.phases import experts, kda, mla
+from megakernel.timeline import copies_of, layer_boundary, token_boundary, work_of
+from model.config import ModelConfig
+
+MINI = ModelConfig.preset("k3-mini")
+LINEAR = dataclasses.replace(  # the other family: low-rank gate, no query compression, no latent experts
+    ModelConfig.preset("kimi-linear-48b"), vocab_size=512, hidden_size=256, intermediate_size=512,
+    num_hidden_layers=5, mla_layers=(3,), num_experts=16, num_experts_per_token=4, moe_intermediate_size=128,
+    routed_expert_hidden_size=256, num_attention_heads=2, kv_lora_rank=128, kda_num_heads=2,
+)  # fmt: skip
+STREAMED = make_plan(MINI, ring_depth=4, sequences=2, context=64)
+PLANS = {
+    "streamed": STREAMED,
+    "resident": make_plan(MINI),
+    "linear": make_plan(LINEAR, ring_depth=3, context=64),
+    "nano": make_plan(ModelConfig.preset("k3-nano"), find_target("v7x"), ring_depth=8, sequences=8),
+}
+
+
+def recorded_order(plan, monkeypatch) -> dict[str, list[str]]:
+    """What the kernel does, in order, for each kind of sublayer, taken from the functions that it calls."""
+    events: dict[str, list[str]] = defaultdict(list)
+    current = ["none"]
+
+    def record(owner, name, text):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            events[current[0]].append(text(*args) if callable(text) else text)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def sublayer(name):
+        original = getattr(layers, name)
+
+        def call(*args):
+            outside, current[0] = current[0], name if name not in events else "again"
+            result = original(*args)
+            current[0] = outside
+            return result
+
+        monkeypatch.setattr(layers, name, call)
+
+    lane = {3: "conv tails", 4: "KDA state"}  # by the rank of the window
+    record(layers, "linear", lambda *args: args[4].name)
+    for method, kind in {"start_read": "read of", "wait_read": "wait for", "start_write": "write of"}.items():
+        record(stream.Window, method, lambda window, *_, kind=kind: f"{kind} {lane[window.window.ndim]}")
+        record(stream.LatentGroups, method, f"{kind} MLA tile")
+    record(stream.Experts, "start", "read of experts")
+    record(kda, "recurrence", "recurrence")
+    record(mla, "attend", "attention")
+    record(experts, "run_experts", "experts")
+    for name in ("kda_attention", "mla_attention", "moe_ffn", "dense_ffn"):
+        sublayer(name)
+    jax.make_jaxpr(functools.partial(kernel.launch, plan, interpret=True))(*launch_arguments(plan))
+    return events
+
+
+def drawn_order(plan, wanted: set[str]) -> list[str]:
+    """The same from the timeline: the sublayer of the second step that does work of the names in `wanted`."""
+    work = work_of(plan, steps=2)
+    first = next(i for i, item in enumerate(work) if item.step == 1 and item.name in wanted)
+    indices = [first]
+    while work[indices[-1] + 1].name in wanted and work[indices[-1] + 1].layer == work[first].layer:
+        indices.append(indices[-1] + 1)
+    starts, ends = defaultdict(list), defaultdict(list)
+    for copy in copies_of(plan, work):
+        kind = "read of" if copy.kind == "read" else "write of"
+        starts[copy.start].append(f"{kind} {copy.lane}")
+        if copy.kind == "read":
+            ends[copy.end].append(f"wait for {copy.lane}")
+    order: list[str] = []
+    for i in indices:
+        order += [*ends[i], *starts[i], work[i].name]
+    return order
+
+
+def without(order: list[str], *lanes: str) -> list[str]:
+    return [entry for entry in order if not any(entry.endswith(f" {lane}") for lane in lanes)]
+
+
+def in_place(order: list[str]) -> list[frozenset[str] | str]:
+    """Work in order; what happens between two pieces of work, as a set."""
+    result: list[frozenset[str] | str] = []
+    between: set[str] = set()
+    for entry in order:
+        if " " in entry and entry.split()[0] in ("read", "wait", "write"):
+            between.add(entry)
+        elif between or result[-1:] != [entry]:  # the blocks of one matrix are one piece
+            result += [frozenset(between), entry]
+            between = set()
+    return result
+
+
+@pytest.mark.parametrize("name", ["streamed", "linear"])
+def test_timeline_has_the_order_of_the_kernel(name, monkeypatch):
+    plan = PLANS[name]
+    recorded = recorded_order(plan, monkeypatch)
+    others = ("ring", "vectors", "MLA pages", "embedding")
+
+    # The state is waited for just before the recurrence and its write starts just after, so both show as one place.
+    kda_drawn = without(drawn_order(plan, {"kda_in", "kda_decay", "kda_gate", "recurrence", "kda_out"}), *others)
+    assert in_place(kda_drawn) == in_place(_conv_with_recurrence(recorded["kda_attention"]))
+
+    names = {"mla_in", "mla_query", "mla_absorb", "attention", "mla_value", "mla_out"}
+    assert in_place(without(drawn_order(plan, names), *others)) == in_place(recorded["mla_attention"])
+
+    names = {"route", "shared_in", "shared_out", "experts", "routed_up"}
+    moe_drawn, moe_recorded = in_place(without(drawn_order(plan, names), *others)), in_place(recorded["moe_ffn"])
+    assert [e for e in moe_drawn if isinstance(e, str)] == [e for e in moe_recorded if isinstance(e, str)]
+    for order in (moe_drawn, moe_recorded):
+        assert order[order.index("route") + 1] == {"read of experts"}
+
+
+def _conv_with_recurrence(order: list[str]) -> list[str]:
+    """The short convolution belongs to the recurrence in the timeline: its write starts are moved behind it."""
+    moved = [entry for entry in order if entry != "write of conv tails"]
+    moved.insert(moved.index("recurrence") + 1, "write of conv tails")
+    return moved
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_work_reads_every_block_once_in_order(name):
+    plan = PLANS[name]
+    work = work_of(plan, steps=3)
+    assert [item.block for item in work if item.block is not None] == list(range(3 * plan.tape_blocks))
+    for layer, (attention, ffn) in enumerate(plan.layer_starts[:-1]):
+        blocks = {item.name: item.block for item in reversed(work) if item.layer == layer and item.step == 0}
+        assert min(block for block in blocks.values() if block is not None) == attention
+        assert blocks["route" if plan.config.is_moe(layer) else "dense_in"] == ffn
+    assert next(item.block for item in work if item.name == "head") == plan.layer_starts[-1][0]
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "resident"])
+def test_ring_always_has_its_depth_in_flight_and_never_two_blocks_in_a_slot(name):
+    plan = PLANS[name]
+    work = work_of(plan, steps=2)
+    ring = [copy for copy in copies_of(plan, work) if copy.lane == "ring"]
+    for slot in range(plan.ring_depth):
+        mine = sorted((copy.start, copy.end) for copy in ring if copy.slot == slot)
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(mine))
+    for i, item in enumerate(work):
+        in_flight = sum(copy.start <= i < copy.end for copy in ring)
+        assert in_flight == plan.ring_depth - (item.block is not None)  # the block being multiplied has arrived
+        if item.block is not None:
+            assert [copy.end for copy in ring if copy.label == f"block {item.block}"] == [i]
+
+
+def test_resident_ring_copies_nothing():
+    plan = PLANS["resident"]
+    assert plan.tape_is_resident
+    assert not [copy for copy in copies_of(plan, work_of(plan, steps=2)) if copy.lane == "ring"]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_slot_holds_two_copies_at_once(name):
+    plan = PLANS[name]
+    places = defaultdict(list)
+    for copy in copies_of(plan, work_of(plan, steps=2)):
+        places[copy.lane, copy.slot].append((copy.start, copy.end))
+    for place, spans in places.items():
+        spans.sort()
+        for (_, end), (start, _) in itertools.pairwise(spans):
+            assert end <= start + 1e-9, place
+
+
+def test_experts_are_fetched_while_the_shared_experts_compute():
+    plan = PLANS["nano"]
+    work = work_of(plan, steps=1)
+    fetches = [copy for copy in copies_of(plan, work) if copy.lane == "experts"]
+    assert len(fetches) == 5 * plan.max_distinct_experts
+    first = min(fetches, key=lambda copy: copy.start)
+    assert {item.name for item in work[int(first.start) : int(first.end)]} == {"shared_in", "shared_out"}
+    early = [copy for copy in fetches if copy.start == first.start]
+    assert len(early) == plan.expert_slots
+
+
+def test_boundaries_are_where_the_plan_says():
+    plan = PLANS["nano"]
+    work = work_of(plan, steps=2)
+    layer = layer_boundary(plan, work)
+    assert (work[layer].name, work[layer].layer, work[layer - 1].layer) == ("mla_in", 3, 2)
+    assert work[layer].block == plan.layer_starts[3][0]
+    token = token_boundary(work)
+    assert [work[token - 1].name, work[token].name] == ["sample", "embed"]
+    assert work[token + 1].block == plan.tape_blocks
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_segments_cover_the_tape_and_groups_cover_vmem(name):
+    plan = PLANS[name]
+    segments = tape_segments(plan)
+    assert segments[0][0] == 0
+    ends = [first + blocks for first, blocks, _, _ in segments]
+    assert [first for first, *_ in segments[1:]] + [plan.tape_blocks] == ends
+    assert {family for _, _, family, _ in segments} <= set(COLOURS)
+    assert sum(vmem_groups(plan).values()) == sum(plan.vmem_map.values())
+    assert vmem_groups(plan)["ring"] == plan.vmem_map["ring"]
+
+
+@pytest.mark.parametrize("name", ["streamed", "resident"])
+def test_picture_is_made_from_the_plan(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    plan = PLANS[name]
+    figure = draw_plan(plan)
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert f"{plan.tape_blocks} blocks" in titles[0]
+    lanes = [label.get_text() for label in figure.axes[2].get_yticklabels()]
+    rings = [lane for lane in lanes if lane.startswith("ring")]
+    assert len(rings) == (1 if plan.tape_is_resident else plan.ring_depth)
+    file = tmp_path / "plan.png"
+    figure.savefig(file, dpi=50)
+    assert file.stat().st_size > 10_000
+
+
+def test_command_line_draws(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.png"
+    assert main(["plan", "k3-mini", "--draw", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", "k3-mini", "--draw", str(tmp_path / "plan.nonsense")]) == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_missing_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(DrawingError, match=r"pip install one-launch\[notebooks\]"):
+        draw_plan(PLANS["resident"])

@@ -1,0 +1,80 @@
+"""The text of a plan: every number in it comes from the plan."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megakernel import find_target, make_plan
+from megakernel.aot import AotReport
+from megakernel.report import duration, floor_seconds, machine_name, plan_text, size
+from megakernel.schedule import Loop
+from model.config import ModelConfig
+
+NANO = ModelConfig.preset("k3-nano")
+
+
+def test_sizes_and_durations_read_well():
+    assert [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 30, 7 << 40)] == [
+        "0 B", "1,023 B", "1.5 KiB", "5.0 MiB", "3.0 GiB", "7.0 TiB",
+    ]  # fmt: skip
+    assert [duration(s) for s in (2.5, 0.0123, 1.43e-6)] == ["2.50 s", "12.30 ms", "1.43 us"]
+
+
+def test_plan_prints_itself():
+    plan = make_plan(NANO, find_target("v7x"))
+    assert str(plan) == plan_text(plan)
+    assert "63 blocks of 512 x 256 bf16 (256.0 KiB), 15.8 MiB" in str(plan)
+    assert "resident: all 63 blocks fit" in str(plan)
+    assert "5 MoE" in str(plan)
+
+
+def test_fill_is_the_share_of_weights_on_the_tape():
+    plan = make_plan(NANO, find_target("v7x"))
+    share = plan.tape_parameters * 2 / plan.tape_bytes
+    assert f"{share:.1%} filled with weights" in plan_text(plan)
+
+
+@pytest.mark.parametrize("memory", ["VMEM", "SMEM", "HBM"])
+def test_maps_list_all_bytes(memory):
+    plan = make_plan(NANO, find_target("v5p"), sequences=4)
+    section = plan_text(plan).split(f"{memory}: ")[1].split("\n\n")[0].splitlines()
+    shares = [float(re.search(r"([\d.]+)%", line)[1]) for line in section[1:]]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+    used = {"VMEM": plan.vmem_map, "SMEM": plan.smem_map, "HBM": plan.hbm_map}[memory]
+    assert section[0].startswith(f"{size(sum(used.values()))} of ")
+    assert next(iter(re.findall(r"^  (\S+)", section[1]))) == max(used, key=used.get)
+
+
+def test_floor_is_bytes_over_bandwidth_and_says_that_it_is_predicted():
+    plan = make_plan(NANO, find_target("v6e"), ring_depth=4, sequences=2)
+    seconds = sum(plan.step_bytes.values()) / 1640e9
+    assert floor_seconds(plan) == pytest.approx(seconds)
+    text = plan_text(plan)
+    assert f"(predicted: bytes / 1,640 GB/s): {duration(seconds)}, so at most {2 / seconds:,.0f} tokens/s" in text
+    assert "streamed: 4 blocks in flight" in text
+    assert "no TPU was measured" in text
+
+
+def test_cpu_has_no_floor():
+    plan = make_plan(NANO)
+    assert floor_seconds(plan) is None
+    assert "tokens/s" not in plan_text(plan)
+
+
+def test_report_of_the_compiler_names_its_loops():
+    program = Loop("program", bundles=10, inner=[Loop("step", bundles=1234, matrix=56, spills=7, fills=8)])
+    report = AotReport(
+        model="k3-nano", target="v7x", jax_version="0", lower_seconds=1.0, compile_seconds=2.0, vmem_planned=3 << 20,
+        vmem_limit=64 << 20, hbm_arguments={}, argument_bytes=5 << 20, output_bytes=0, alias_bytes=1 << 20,
+        temp_bytes=0, code_bytes=1024, schedule=program,
+    )  # fmt: skip
+    text = str(report)
+    assert "Compiled for v7x by the TPU compiler" in text
+    assert "3.0 MiB planned of 64.0 MiB" in text
+    assert re.search(r"step +1,234 +1,234 +56 +7 +8", text)
+
+
+def test_machine_has_a_name():
+    assert re.search(r"\S+, \d+ cores?$|TPU", machine_name())

@@ -1,0 +1,184 @@
+"""Ahead-of-time compilation and the reader of the compiler's schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+import pytest
+
+from megakernel import find_target, make_plan
+from megakernel.aot import AotError, compile_for, launch_arguments, short_reason
+from megakernel.schedule import Loop, ScheduleError, name_loops, parse_bundles, read_schedule
+from model.config import ModelConfig
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+# The form of the compiler's dump, in small: a loop in a loop, a delay slot, and straight code around them.
+BUNDLES = """
+= control target key start
+LH: loop header
+LB: loop body
+= control target key end
+
+     0   :  { %s1_s0 = inlined_call_operand.hbm [shape: s32[6,8], index: 0, kind: input] }
+   0x1   :  { %25 = vsyncpa [#allocation54], 0 } /* Start region 1 */
+base_bounds: (1, 1)
+   0x2 LB: > { %s28590_s13 = sld [smem:[#allocation39]] } /* Start region 57 */
+   0x3   : > { %v691 = vmul.f32 %v26345_v29, %v670_v17  ;;  %25041 = sbr.rel (%p13) target = $region530 }
+   0x4   :  {}
+   0x5 LB: >> { %v727 = vld [vmem:[#allocation5] sm:$0xff] }
+   0x6   : >> { %v728 = vld [vmem:[#allocation5] sm:$0xff] }
+   0x7   :  {}
+   0x8 PF: > { %p742_p1 = scmp.le.s32.totalorder %s28647_s20, 0 }
+   0x9 LB: >> { %v727 = vmatmul }
+   0xa   : > { %p742_p1 = scmp.le.s32.totalorder %s28647_s20, 0 }
+   0xb   :  { %24880 = shalt.err (%p25682_p8) }
+"""
+HEAD = "== CAPACTIY:\nMXU, VALU, VLOAD:FILL, VSTORE:SPILL\n    2     4     3     2\n== UTILIZATION:\n"
+SLOTS = f"""{HEAD}0 0 0 0
+0 0 0 0
+1 0 0 0
+2 1 0 0
+0 0 0 0
+0 1 2 0
+0 1 0 3
+0 0 0 0
+0 0 1 1
+2 0 0 0
+0 0 0 0
+0 0 0 0
+"""
+
+
+def test_bundles_fall_into_their_loops():
+    program = parse_bundles(BUNDLES, SLOTS)
+    assert program == Loop(
+        "program",
+        bundles=3,
+        inner=[
+            Loop(
+                bundles=5,
+                matrix=2,
+                spills=1,
+                fills=1,
+                inner=[Loop(bundles=3, spills=3, fills=2), Loop(bundles=1, matrix=1)],
+            )
+        ],
+    )
+    assert program.total == 12
+
+
+@pytest.mark.parametrize("rows", ["0 0 0 0\n" * 11, "0 0 0 0\n" * 13])
+def test_listing_and_table_must_agree(rows):
+    with pytest.raises(ScheduleError, match=r"bundles"):
+        parse_bundles(BUNDLES, HEAD + rows)
+
+
+def test_table_without_the_known_columns_is_refused():
+    with pytest.raises(ScheduleError, match="VSTORE:SPILL"):
+        parse_bundles(BUNDLES, SLOTS.replace("VSTORE:SPILL", "VSTORE"))
+
+
+def dump(folder, counted):
+    stem = f"{folder}/17-decode_launch.1"
+    for name, text in {
+        "70-schedule-analysis_final_bundles": f"Schedule analysis:\n\ttotal scheduled bundles:    {counted}\n",
+        "71-final_bundles": BUNDLES,
+        "69-final_hlo-static-per-bundle-utilization": SLOTS,
+    }.items():
+        with open(f"{stem}-{name}.txt", "w") as file:
+            file.write(text)
+
+
+def test_schedule_is_read_from_the_dump_of_the_kernel(tmp_path):
+    dump(tmp_path, counted=12)
+    (tmp_path / "17-other.1-71-final_bundles.txt").write_text("")
+    program = read_schedule(tmp_path, make_plan(ModelConfig.preset("k3-mini")))
+    assert program.total == 12
+    assert program.inner[0].name == "step"
+
+
+def test_schedule_that_contradicts_itself_is_refused(tmp_path):
+    dump(tmp_path, counted=13)
+    with pytest.raises(ScheduleError, match=r"says 13 bundles, the program has 12"):
+        read_schedule(tmp_path, make_plan(ModelConfig.preset("k3-mini")))
+
+
+def test_folder_without_a_dump_is_refused(tmp_path):
+    with pytest.raises(ScheduleError, match=r"expected one file .*decode_launch.*, found 0"):
+        read_schedule(tmp_path, make_plan(ModelConfig.preset("k3-mini")))
+
+
+def test_loops_are_named_only_where_the_shape_fits():
+    plan = make_plan(ModelConfig.preset("k3-mini"))
+    layer = Loop(bundles=9, inner=[Loop() for _ in range(5)])
+    program = Loop("program", inner=[Loop(bundles=20, inner=[layer, Loop()]), Loop(bundles=1)])
+    name_loops(program, plan)
+    assert [loop.name for loop in layer.inner] == ["write snapshot", "KDA", "MLA", "MoE", "dense"]
+    assert [loop.name for loop in program.inner[0].inner] == ["layer", "draw (if sampled)"]
+    unlike = Loop(bundles=9, inner=[Loop() for _ in range(4)])
+    program = Loop("program", inner=[Loop(bundles=20, inner=[unlike])])
+    name_loops(program, plan)
+    assert [loop.name for _, loop in program.walk()] == ["program", "step", *["loop"] * 5]
+
+
+def test_target_without_a_compiler_is_refused():
+    with pytest.raises(AotError, match="choose one of v5e, v5p, v6e, v7x"):
+        compile_for(make_plan(ModelConfig.preset("k3-mini")))
+
+
+def test_missing_libtpu_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(AotError, match=r"pip install one-launch\[tpu\]"):
+        compile_for(make_plan(ModelConfig.preset("k3-mini"), find_target("v7x")))
+
+
+def test_short_reason_keeps_what_matters():
+    message = (
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 125.00M of 64.00M vmem.\n\n"
+        "  Largest program allocations in vmem:\n\n  1. Size: 71.26M\n     XLA label: register allocator spill slots\n"
+        "     ====\n  2. Size: 10.00M\n"
+    )
+    assert short_reason(message) == (
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 125.00M of 64.00M vmem. "
+        "Largest: Size: 71.26M, XLA label: register allocator spill slots"
+    )
+    assert len(short_reason("x" * 5000)) == 600
+    assert short_reason("E1001: Oom:\nno room\nat all") == "E1001: Oom: no room"
+
+
+def test_launch_arguments_have_the_sizes_of_the_plan():
+    plan = make_plan(ModelConfig.preset("k3-mini"), sequences=3)
+    weights, caches, request = launch_arguments(plan)
+    assert weights["tape"].shape == (plan.tape_blocks, plan.block_k, plan.block_n)
+    assert caches["latents"].shape[1] == 3
+    assert request["tokens"].shape == (3, plan.launch_steps)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [1, 8])
+def test_compiler_s_figures_agree_with_the_plan(sequences):
+    plan = make_plan(ModelConfig.preset("k3-mini"), find_target("v7x"), sequences=sequences)
+    report = compile_for(plan, schedule=True)
+    arguments = launch_arguments(plan)
+    least = sum(buffer.size * buffer.dtype.itemsize for group in arguments for buffer in group.values())
+    caches = sum(buffer.size * buffer.dtype.itemsize for buffer in arguments[1].values())
+    assert least <= report.argument_bytes <= 1.1 * least
+    assert caches <= report.alias_bytes <= 1.1 * caches
+    assert report.vmem_planned == sum(plan.vmem_map.values()) < report.vmem_limit
+    assert report.schedule is not None
+    names = {loop.name: loop for _, loop in report.schedule.walk()}
+    assert {"step", "layer", "KDA", "MLA", "MoE", "dense", "draw (if sampled)"} <= set(names)
+    assert names["KDA"].matrix > 0
+    assert names["write snapshot"].matrix == 0
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_what_the_compiler_refuses_is_an_error_with_its_words():
+    plan = make_plan(ModelConfig.preset("k3-mini"), find_target("v7x"))
+    small = dataclasses.replace(plan, target=dataclasses.replace(plan.target, vmem_bytes=1 << 20))
+    with pytest.raises(AotError, match=r"k3-mini on v7x: the TPU compiler refused it: .*vmem"):
+        compile_for(small)
