@@ -76,9 +76,9 @@ class Drafter(Protocol):
         ...
 
     def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
-        """Fills `weights(plan)` and, through `tape_matrix`, its part of the tape."""
-        ...
+        """Fills the arrays of `weights(plan)`.
 
-    def tape_matrix(self, weights: Mapping[str, np.ndarray], matrix: Matrix) -> np.ndarray:
-        """One streamed product's weights with padded columns.  # [groups, k, n]"""
+        `weights` are the drafter's own tensors, and the target's embedding and LM head as `target.embed_tokens` and
+        `target.lm_head`. The tape is filled from the tensors that `matrices` names.
+        """
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,10 +56,17 @@ class SlotResult:
 class Session:
     """Decodes up to `plan.sequences` sequences together; slot i keeps its caches from launch to launch."""
 
-    def __init__(self, model: LoadedModel, plan: Plan, backend: Backend, stop_tokens: Sequence[int] = ()):
+    def __init__(
+        self,
+        model: LoadedModel,
+        plan: Plan,
+        backend: Backend,
+        stop_tokens: Sequence[int] = (),
+        draft_weights: Mapping[str, np.ndarray] | None = None,
+    ):
         self.model, self.plan, self.backend = model, plan, backend
         self.stop_tokens = list(stop_tokens)
-        self.weights = _packed_weights(model, plan)
+        self.weights = _packed_weights(model, plan, draft_weights or {})
         self.caches = {name: jnp.zeros(b.shape, b.dtype) for name, b in memory.cache_buffers(plan).items()}
         self.compile_seconds = 0.0
         self.prefill_seconds = 0.0
@@ -117,10 +124,10 @@ class Session:
         )
 
 
-def _packed_weights(model: LoadedModel, plan: Plan) -> dict[str, jax.Array]:
-    key = ("packed", plan.block_k, plan.block_n, plan.weights)
+def _packed_weights(model: LoadedModel, plan: Plan, drafts: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    key = ("packed", plan.block_k, plan.block_n, plan.weights, plan.drafter)
     if key not in model.derived:
-        model.derived[key] = {name: jnp.asarray(array) for name, array in pack(plan, model.weights).items()}
+        model.derived[key] = {name: jnp.asarray(array) for name, array in pack(plan, model.weights, drafts).items()}
     return model.derived[key]
 
 

@@ -64,9 +64,6 @@ class NGramDrafter:
     def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
         """Has no weights."""
 
-    def tape_matrix(self, weights: Mapping[str, np.ndarray], matrix: Matrix) -> np.ndarray:
-        raise KeyError(f"{self.name} has no matrix {matrix.name}")
-
     def begin(self, step: Step) -> None:
         step.refs.ngram_history[...] = step.refs.ngram_known[...]
 

@@ -85,6 +85,7 @@ def attend(
       contexts: [rows, heads, kv_lora] f32, receives the attention-weighted latents.
     """
     heads, tokens, sequences = plan.config.num_attention_heads, plan.tokens, plan.sequences
+    scale = plan.config.qk_head_dim**-0.5
 
     def sequence_attention(sequence: Scalar, _: None) -> None:
         position, count = current[POSITION, sequence], current[COUNT, sequence]
@@ -96,7 +97,7 @@ def attend(
         query = jnp.split(stacked, len(stacked) // MAX_ROWS)
         last = jnp.split(position + _row_token(plan, len(stacked)), len(query))  # the last position that a row sees
 
-        def page(i: Scalar, states: list[_Softmax]) -> list[_Softmax]:
+        def page(i: Scalar, states: list[Softmax]) -> list[Softmax]:
             @when(i + 1 < page_count)
             def start_next() -> None:
                 pages.start(layer, sequence, i + 1)
@@ -110,7 +111,8 @@ def attend(
 
             at = first + lax.broadcasted_iota(jnp.int32, (1, plan.page), 1)
             tiles = zip(states, query, last, strict=True)
-            return [_accumulate(plan, state, q, entries[...], at <= seen) for state, q, seen in tiles]
+            keys, values = entries[...], entries[:, : plan.config.kv_lora_rank]
+            return [accumulate(state, q, keys, values, at <= seen, scale) for state, q, seen in tiles]
 
         lowest = jnp.full((MAX_ROWS, 1), -jnp.inf, jnp.float32)
         nothing = jnp.zeros((MAX_ROWS, plan.config.kv_lora_rank), jnp.float32)
@@ -127,20 +129,25 @@ def _row_token(plan: Plan, rows: int) -> jax.Array:
     return lax.div(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), jnp.int32(plan.config.num_attention_heads))
 
 
-_Softmax = tuple[jax.Array, jax.Array, jax.Array]
-"""Running maximum [m, 1], sum of exponentials [m, 1] and weighted latents [m, kv_lora], all f32; m is MAX_ROWS."""
+Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""Running maximum [m, 1], sum of exponentials [m, 1] and weighted values [m, n], all f32."""
 
 
-def _accumulate(plan: Plan, state: _Softmax, query: jax.Array, entries: jax.Array, seen: jax.Array) -> _Softmax:
-    """Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over one page of entries; only `seen` ones count."""
+def accumulate(
+    state: Softmax, query: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float
+) -> Softmax:
+    """Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over some more entries; only `seen` ones count.
+
+    Args:
+      query: [m, d]; keys: [entries, d]; values: [entries, n], all in the activation format.
+      seen: [m or 1, entries] bool.
+    """
     highest, total, context = state
-    scores = _product(query, entries, contract=1) * plan.config.qk_head_dim**-0.5  # [m, entries]
-    scores = jnp.where(seen, scores, -jnp.inf)
+    scores = jnp.where(seen, _product(query, keys, contract=1) * scale, -jnp.inf)  # [m, entries]
     new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
     shrink = jnp.exp(highest - new_highest)
     shares = jnp.exp(scores - new_highest)
-    values = entries[:, : plan.config.kv_lora_rank]
-    context = context * shrink + _product(shares.astype(plan.activations), values, contract=0)
+    context = context * shrink + _product(shares.astype(values.dtype), values, contract=0)
     return new_highest, total * shrink + jnp.sum(shares, axis=-1, keepdims=True), context
 
 
