@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megakernel.phases.linear import lanes, rounded
+from megakernel.phases.linear import lanes, rounded, whole_tiles
 from megakernel.phases.mix import rms_norm
 from megakernel.phases.sums import sum_over_keys
 from megakernel.plan import Plan
@@ -60,9 +60,7 @@ def move_tails(plan: Plan, rows: Ref, taken: jax.Array, tails: Ref) -> None:
 
 def pad_rows(plan: Plan, x: jax.Array) -> jax.Array:
     """[live rows, n] -> [rows, n], padded with zeros."""
-    if plan.live_rows == plan.rows:
-        return x
-    return jnp.concatenate([x, jnp.zeros((plan.rows - plan.live_rows, x.shape[1]), x.dtype)], axis=0)
+    return whole_tiles([x], plan.rows)
 
 
 def log_decay(plan: Plan, raw: jax.Array, rate: jax.Array, bias: jax.Array) -> jax.Array:

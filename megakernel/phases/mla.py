@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from megakernel.control import when
 from megakernel.memory import COUNT, POSITION
-from megakernel.phases.linear import rounded
+from megakernel.phases.linear import rounded, whole_tiles
 from megakernel.phases.mix import rms_norm
 from megakernel.plan import MAX_ROWS, Plan
 from megakernel.program import LANES, round_up
@@ -92,8 +92,7 @@ def attend(
         page_count = quotient(position + jnp.maximum(count, 1) - 1, plan.page) + 1
         pages.start(layer, sequence, jnp.int32(0))
         rows = [queries[t * sequences + sequence] for t in range(tokens)]
-        rows.append(jnp.zeros((-tokens * heads % MAX_ROWS, queries.shape[2]), jnp.float32))
-        stacked = jnp.concatenate(rows, axis=0).astype(plan.activations)  # [tiles * MAX_ROWS, latent_lanes]
+        stacked = whole_tiles(rows, MAX_ROWS).astype(plan.activations)  # [tiles * MAX_ROWS, latent_lanes]
         query = jnp.split(stacked, len(stacked) // MAX_ROWS)
         last = jnp.split(position + _row_token(plan, len(stacked)), len(query))  # the last position that a row sees
 

@@ -11,7 +11,7 @@ from megakernel.control import when
 from megakernel.layers import Step
 from megakernel.memory import POSITION, TOKEN
 from megakernel.phases import mla
-from megakernel.phases.linear import rounded
+from megakernel.phases.linear import rounded, whole_tiles
 from megakernel.phases.mla import Softmax
 from megakernel.plan import MAX_ROWS, POSITION_GROUP
 from megakernel.stream import EmbeddingRows, LatentPages, Scalar, quotient
@@ -101,8 +101,7 @@ def _attend(config: DSparkConfig, step: Step, layer: int, sequence: Scalar) -> N
     start = (jnp.full((rows, 1), -1e30), jnp.zeros((rows, 1)), jnp.zeros((rows, config.head_dim)))
     states = lax.fori_loop(first_page, page_count, page, [start] * config.num_kv_heads)
     own = [refs.draft_block[pl.ds(slot * plan.sequences + sequence, 1)] for slot in range(slots)]
-    own.append(jnp.zeros((-slots % MAX_ROWS, refs.draft_block.shape[1]), jnp.float32))
-    entries = jnp.concatenate(own, axis=0).astype(plan.activations)  # [whole tiles, cache lanes]
+    entries = whole_tiles(own, MAX_ROWS).astype(plan.activations)  # [whole tiles, cache lanes]
     slot_of_row = lax.div(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), jnp.int32(per_kv))
     causal = lax.broadcasted_iota(jnp.int32, (1, len(entries)), 1) <= slot_of_row
     for kv in range(config.num_kv_heads):
@@ -122,8 +121,7 @@ def _stacked_queries(config: DSparkConfig, step: Step, sequence: Scalar, kv: int
         step.refs.draft_queries[slot * plan.sequences + sequence][kv * per_kv : (kv + 1) * per_kv]
         for slot in range(slots)
     ]
-    rows.append(jnp.zeros((-slots * per_kv % MAX_ROWS, config.head_dim), jnp.float32))
-    return jnp.concatenate(rows, axis=0).astype(plan.activations)
+    return whole_tiles(rows, MAX_ROWS).astype(plan.activations)
 
 
 def _see(

@@ -49,7 +49,9 @@ def load_drafter(folder: str | Path) -> tuple[DSparkConfig, dict[str, np.ndarray
                     )
                 tensors[name] = stored.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise DrafterError(f"{file}: expected a whole safetensors file; found {file.stat().st_size} bytes: {error}") from None
+        raise DrafterError(
+            f"{file}: expected a whole safetensors file; found {file.stat().st_size} bytes: {error}"
+        ) from None
     for name, tensor in tensors.items():
         _check_finite(file, name, tensor)
     return config, tensors

@@ -13,7 +13,7 @@ from jax import lax
 from megakernel.layers import Step, column
 from megakernel.memory import POSITION, TOKEN
 from megakernel.phases import sample
-from megakernel.phases.linear import dot
+from megakernel.phases.linear import dot, whole_tiles
 from megakernel.plan import POSITION_GROUP
 from megakernel.stream import EmbeddingRows, Scalar
 from spec_decode.dspark.config import DSparkConfig
@@ -29,9 +29,7 @@ def draft_left_to_right(config: DSparkConfig, step: Step) -> None:
     for slot in range(plan.tokens - 1):
         bias = _bias(step, previous)  # [rows, vocabulary lanes]
         base = refs.out_draft_head[slot * sequences : (slot + 1) * sequences]
-        if sequences < rows:
-            base = jnp.concatenate([base, jnp.zeros((rows - sequences, base.shape[1]), jnp.float32)], axis=0)
-        refs.draft_logits[...] = base + bias
+        refs.draft_logits[...] = whole_tiles([base], rows) + bias
         chosen = sample.choose_tokens(
             plan,
             refs.draft_logits,
@@ -54,5 +52,4 @@ def _bias(step: Step, previous: list[Scalar]) -> jax.Array:
     for sequence, token in enumerate(previous):
         group = refs.draft_markov_rows[sequence].astype(jnp.float32)
         found.append(jnp.sum(jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0), axis=0, keepdims=True))
-    found.append(jnp.zeros((plan.rows - plan.sequences, refs.draft_markov_rows.shape[2]), jnp.float32))
-    return dot(jnp.concatenate(found, axis=0).astype(plan.activations), refs.draft_markov_out[...])
+    return dot(whole_tiles(found, plan.rows).astype(plan.activations), refs.draft_markov_out[...])

@@ -55,7 +55,9 @@ def drafter_params(
         for name, table in zip(("embed_tokens.weight", "lm_head.weight"), embeddings, strict=True):
             params[name] = jnp.asarray(table, dtype)
             if params[name].shape != expected:
-                raise ValueError(f"embeddings: {name} of the target has shape {params[name].shape}; expected {expected}")
+                raise ValueError(
+                    f"embeddings: {name} of the target has shape {params[name].shape}; expected {expected}"
+                )
     return params
 
 
@@ -152,9 +154,7 @@ def block_hidden(
         queries = rms_norm(queries, params[f"{prefix}.self_attn.q_norm.weight"], eps)
         queries = rotate(queries, slots, config.rope_theta)
         own_keys, own_values = keys_and_values(params, config, layer, h, slots)
-        mixed = attend(
-            queries, (keys[layer], own_keys), (values[layer], own_values), (sees_context[None], sees_block)
-        )
+        mixed = attend(queries, (keys[layer], own_keys), (values[layer], own_values), (sees_context[None], sees_block))
         x = rounded(x + linear(mixed, params[f"{prefix}.self_attn.o_proj.weight"]), x.dtype)
         h = rms_norm(x, params[f"{prefix}.post_attention_layernorm.weight"], eps)
         gate, up = (linear(h, params[f"{prefix}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
