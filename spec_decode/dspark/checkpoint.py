@@ -44,9 +44,8 @@ def load_drafter(folder: str | Path) -> tuple[DSparkConfig, dict[str, np.ndarray
                 part = stored.get_slice(name)
                 shape, dtype = tuple(part.get_shape()), part.get_dtype()
                 if (shape, dtype) != (spec.shape, spec.dtype):
-                    raise DrafterError(
-                        f"{file}: tensor {name!r}: expected {spec.dtype} {list(spec.shape)}; found {dtype} {list(shape)}"
-                    )
+                    expected = f"{spec.dtype} {list(spec.shape)}"
+                    raise DrafterError(f"{file}: tensor {name!r}: expected {expected}; found {dtype} {list(shape)}")
                 tensors[name] = stored.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise DrafterError(

@@ -102,7 +102,7 @@ def keys_and_values(
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions, half-split: number i of a head turns with number i + E/2. `x [T, heads, E]`, `positions [T]`."""
+    """Rotary positions, half-split: number i turns with number i + E/2; `x [T, heads, E]`, `positions [T]`."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
@@ -222,10 +222,11 @@ def markov_chain(params: Params, base: jax.Array, anchor: jax.Array) -> tuple[ja
 
 
 def confidence(params: Params, hidden: jax.Array, previous: jax.Array) -> jax.Array:
-    """Estimated probability that a slot's draft is accepted: `hidden [..., D]`, the token before it `[...]`; `[...]`."""
+    """Score of a slot, `sigmoid` of which estimates that its draft is accepted: `hidden [..., D]`, the token before
+    it `[...]`; `[...]` float32."""
     both = jnp.concatenate([hidden, params["markov_head.markov_w1.weight"][previous]], axis=-1)
     score = linear_f32(both, params["confidence_head.proj.weight"])[..., 0]
-    return jax.nn.sigmoid(score + params["confidence_head.proj.bias"].astype(jnp.float32))
+    return score + params["confidence_head.proj.bias"].astype(jnp.float32)
 
 
 def draft(
