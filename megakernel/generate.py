@@ -130,7 +130,10 @@ def run_group(
             if result is None or request is None:
                 continue
             nexts[slot] = dataclasses.replace(
-                request, given=result.tokens[-1:], position=request.position + result.steps
+                request,
+                given=result.tokens[-1:],
+                position=request.position + result.steps,
+                known=[*request.known, *result.tokens],
             )
             yield running[slot].take(result.tokens, result.logprobs, settings.stop, settings.with_logprobs)
     timing = Timing(
@@ -150,7 +153,7 @@ def _first_request(session: Session, slot: int, job: Job) -> SlotRequest:
     if len(given) > KERNEL_PROMPT:
         session.prefill(slot, given[:-1])
         given, position = given[-1:], len(given) - 1
-    return SlotRequest(given, position, job.max_new_tokens, job.sampling, job.seed)
+    return SlotRequest(given, position, job.prompt, job.max_new_tokens, job.sampling, job.seed)
 
 
 def _launch_size(progress: Progress, settings: Settings) -> int:

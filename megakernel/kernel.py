@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,23 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from megakernel import layers, memory, stream
+from megakernel import layers, memory, rounds, stream
 from megakernel.control import when, when_at
 from megakernel.layers import Step
-from megakernel.phases import sample
 from megakernel.phases.mix import mix
 from megakernel.plan import POSITION_GROUP, Plan
 from megakernel.stream import Scalar
-
-TOKEN, POSITION, ACTIVE = range(3)
-"""Rows of the `current` buffer."""
-START, GIVEN, WANTED = range(3)
-"""Lanes of the `request` buffer."""
-STEPS, NEW, REASON, BAD_LAYER = range(4)
-"""Lanes of the `status` buffer."""
-RUNNING, STOPPED, FULL, BROKEN = range(4)
-"""Values of `status[REASON]`: still running, stop token, enough tokens, not finite."""
-_ALL_FINITE = 1 << 20
 
 Arrays = dict[str, jax.Array]
 
@@ -51,10 +40,10 @@ def launch(
     semaphores = memory.semaphore_counts(plan)
     names = (*inputs, *(f"{name}_before" for name in cached), *results, *cached, *scratch, *semaphores)
     outputs = pl.pallas_call(
-        lambda *refs: decode_steps(plan, SimpleNamespace(**dict(zip(names, refs, strict=True)))),
+        lambda *refs: decode_rounds(plan, SimpleNamespace(**dict(zip(names, refs, strict=True)))),
         name="decode_launch",
-        in_specs=[_space(name) for name in (*inputs, *cached)],
-        out_specs=[_space(name) for name in (*results, *cached)],
+        in_specs=[_space(name, request) for name in (*inputs, *cached)],
+        out_specs=[_space(name, request) for name in (*results, *cached)],
         out_shape=[_shape(buffer) for buffer in (results | cached).values()],
         scratch_shapes=[
             *(pltpu.VMEM(b.shape, jnp.dtype(b.dtype)) for b in memory.vmem_buffers(plan).values()),
@@ -69,40 +58,54 @@ def launch(
     return {name: named[name] for name in results}, {name: named[name] for name in cached}
 
 
-def decode_steps(plan: Plan, refs: SimpleNamespace) -> None:
+def decode_rounds(plan: Plan, refs: SimpleNamespace) -> None:
     """The kernel: the whole generation."""
     step = _open_streams(plan, refs)
     step.tape.prime()
     step.vectors.prime()
-    alive = _begin(plan, refs)
+    alive = rounds.begin(step)
+    _clear_padding(step)
+    if plan.drafter:
+        plan.drafter.begin(step)
 
     def more(carry: tuple[Scalar, Scalar]) -> Scalar:
         number, alive = carry
         return (alive > 0) & (number < plan.launch_steps)
 
-    def one_step(carry: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+    def one_round(carry: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
         number, _ = carry
         step.number = number
+        rounds.fill_window(step)
         embed(step)
-        bad_layer = lax.fori_loop(0, plan.config.num_hidden_layers, functools.partial(layer, step), _ALL_FINITE)
+        every_layer = functools.partial(layer, step)
+        bad_layer = lax.fori_loop(0, plan.config.num_hidden_layers, every_layer, rounds.ALL_FINITE)
         bad_layer = lm_head(step, bad_layer)
-        return number + 1, next_tokens(step, bad_layer)
+        alive = rounds.accept(step, bad_layer)
+        if plan.drafter:
+            plan.drafter.propose(step, number * plan.tape_blocks + plan.draft_start)
+        return number + 1, alive
 
-    steps, _ = lax.while_loop(more, one_step, (jnp.int32(0), alive))
-    _drain(step, steps)
+    number, _ = lax.while_loop(more, one_round, (jnp.int32(0), alive))
+    step.number = number
+
+    @when(number > 0)
+    def settle_all() -> None:
+        settle(step)
+
+    _drain(step)
 
 
 def embed(step: Step) -> None:
-    """Prefix = embedding row of each sequence's token; rows past the sequences are zero."""
+    """Prefix = embedding row of each live row's token; padding rows are zero."""
     plan, refs = step.plan, step.refs
-    tokens = [step.current("token", sequence) for sequence in range(plan.sequences)]
+    tokens = [refs.window[row] for row in range(plan.live_rows)]
     stream.EmbeddingRows(plan, refs.embedding, refs.embedding_rows, refs.embedding_done).fetch(tokens)
     refs.prefix[...] = jnp.zeros(refs.prefix.shape, jnp.float32)
-    for sequence, token in enumerate(tokens):
+    for row, token in enumerate(tokens):
         at = lax.broadcasted_iota(jnp.int32, (POSITION_GROUP, 1), 0)
-        group = refs.embedding_rows[sequence].astype(jnp.float32)  # [POSITION_GROUP, hidden]
-        row = jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0)
-        refs.prefix[sequence : sequence + 1] = jnp.sum(row, axis=0, keepdims=True)
+        group = refs.embedding_rows[row].astype(jnp.float32)  # [POSITION_GROUP, hidden]
+        found = jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0)
+        refs.prefix[row : row + 1] = jnp.sum(found, axis=0, keepdims=True)
 
 
 def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
@@ -155,7 +158,20 @@ def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
         def dense(block: Scalar) -> None:
             add_to_prefix(layers.dense_ffn(step, block, x))
 
-    return jnp.minimum(bad_layer, jnp.where(_finite(step, refs.prefix[...]), _ALL_FINITE, number))
+    if plan.drafter and plan.drafter.taps:
+        _keep_tap(step, number)
+    return jnp.minimum(bad_layer, jnp.where(_finite(step, refs.prefix[...]), rounds.ALL_FINITE, number))
+
+
+def _keep_tap(step: Step, number: Scalar) -> None:
+    """Keeps the prefix after `number + 1` completed layers if the drafter looks at it."""
+    plan, refs = step.plan, step.refs
+    assert plan.drafter is not None
+    tap = refs.layer_table[number, 8]
+
+    @when(tap >= 0)
+    def keep() -> None:
+        refs.taps[jnp.maximum(tap, 0)] = refs.prefix[...]
 
 
 def lm_head(step: Step, bad_layer: Scalar) -> Scalar:
@@ -170,67 +186,36 @@ def lm_head(step: Step, bad_layer: Scalar) -> Scalar:
     if plan.keep_logits:
         stream.Logits(refs.step_logits, logits, refs.logits_done).write(step.number)
     finite = _finite(step, logits[:, : config.vocab_size])
-    return jnp.minimum(bad_layer, jnp.where(finite, _ALL_FINITE, config.num_hidden_layers))
+    return jnp.minimum(bad_layer, jnp.where(finite, rounds.ALL_FINITE, config.num_hidden_layers))
 
 
-def next_tokens(step: Step, bad_layer: Scalar) -> Scalar:
-    """Samples, records, and decides which sequences go on; returns how many do."""
-    plan, refs = step.plan, step.refs
-    fed = step.number + 1
-    position = step.column("position", jnp.int32(0)) + 1
-    sampled = sample.choose_tokens(
-        plan, refs.out_head, refs.scaled_logits, refs.sampling_floats[...], refs.sampling_ints[...], position
-    )
-    tokens = sampled
-    row = lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
-    for sequence in range(plan.sequences):
-        given = refs.tokens[sequence, jnp.minimum(fed, plan.launch_steps - 1)]
-        tokens = jnp.where((row == sequence) & (fed < refs.request[sequence, GIVEN]), given, tokens)
-    logprobs = sample.log_probability(plan, refs.out_head, tokens)
+def settle(step: Step) -> None:
+    """Brings the rows accepted in the last round into the states, so that a launch leaves nothing pending."""
+    if step.pending is None:
+        return
+    windows = [window for window in (step.state, step.tails, step.pending) if window is not None]
 
-    def commit(sequence: Scalar, alive: Scalar) -> Scalar:
-        token = jnp.max(jnp.where(row == sequence, tokens, -1))
-        logprob = jnp.max(jnp.where(row == sequence, logprobs, -jnp.inf))
-        return alive + _commit(step, sequence, token, logprob, bad_layer)
+    def one(layer: Scalar, _: None) -> None:
+        for window in windows:
+            window.start_read(layer, jnp.bool_(True))
+        for window in windows:
+            window.wait_read(layer)
+        layers.commit_pending(step)
+        for window in windows:
+            window.start_write(layer)
 
-    return lax.fori_loop(0, plan.sequences, commit, jnp.int32(0))
-
-
-def _commit(step: Step, sequence: Scalar, token: Scalar, logprob: Scalar, bad_layer: Scalar) -> Scalar:
-    """Takes one sequence on by one token; returns 1 while it goes on."""
-    refs, fed = step.refs, step.number + 1
-    active = refs.current[ACTIVE, sequence]
-    refs.new_tokens[sequence, step.number] = token
-    refs.logprobs[sequence, step.number] = logprob
-    is_new = (active > 0) & (fed >= refs.request[sequence, GIVEN])
-    new = refs.status[sequence, NEW] + is_new.astype(jnp.int32)
-
-    stops = jnp.bool_(False)
-    for i in range(memory.MAX_STOP_TOKENS):
-        stops |= token == refs.stop_tokens[i]
-    full = new >= refs.request[sequence, WANTED]
-    reason = jnp.where(is_new & full, FULL, RUNNING)
-    reason = jnp.where(is_new & stops, STOPPED, reason)
-    reason = jnp.where((active > 0) & (bad_layer < _ALL_FINITE), BROKEN, reason)
-    goes_on = active * (reason == RUNNING).astype(jnp.int32)
-
-    refs.current[TOKEN, sequence] = token
-    refs.current[POSITION, sequence] = refs.current[POSITION, sequence] + active
-    refs.current[ACTIVE, sequence] = goes_on
-    refs.status[sequence, STEPS] = refs.status[sequence, STEPS] + active
-    refs.status[sequence, NEW] = new
-    refs.status[sequence, REASON] = jnp.where(active > 0, reason, refs.status[sequence, REASON])
-    refs.status[sequence, BAD_LAYER] = jnp.where(reason == BROKEN, bad_layer, refs.status[sequence, BAD_LAYER])
-    return goes_on
+    lax.fori_loop(0, len(step.plan.config.kda_layers), one, None)
 
 
 def layer_table(plan: Plan) -> jax.Array:
-    """Static numbers of each layer, as the rolled layer loop reads them.  # [layers, 8] i32"""
+    """Static numbers of each layer, as the rolled layer loop reads them.  # [layers, 9] i32"""
+    taps = plan.drafter.taps if plan.drafter else ()
     config, rows, seen = plan.config, [], {"kda": 0, "mla": 0, "moe": 0, "snapshots": 0}
     for number in range(config.num_hidden_layers):
         kind, is_moe, writes = config.layer_kind(number), config.is_moe(number), config.writes_snapshot(number)
         starts = plan.layer_starts[number]
-        rows.append((*starts, seen[kind], seen["moe"], seen["snapshots"], kind == "mla", is_moe, writes))
+        tap = taps.index(number + 1) if number + 1 in taps else -1
+        rows.append((*starts, seen[kind], seen["moe"], seen["snapshots"], kind == "mla", is_moe, writes, tap))
         seen[kind] += 1
         seen["moe"] += is_moe
         seen["snapshots"] += writes
@@ -246,6 +231,7 @@ def _open_streams(plan: Plan, refs: SimpleNamespace) -> Step:
         vectors=stream.Vectors(plan, refs.vector_tables, refs.vectors, refs.vectors_done),
         state=stream.Window(refs.states, refs.state, refs.state_in, refs.state_out) if has_kda else None,
         tails=stream.Window(refs.conv_tails, refs.tails, refs.tails_in, refs.tails_out) if has_kda else None,
+        pending=_pending_window(refs) if has_kda and plan.tokens > 1 else None,
         groups=stream.LatentGroups(plan, refs.latents, refs.latent_group, refs.group_in, refs.group_out)
         if has_mla
         else None,
@@ -261,32 +247,29 @@ def _open_streams(plan: Plan, refs: SimpleNamespace) -> Step:
     )
 
 
-def _begin(plan: Plan, refs: SimpleNamespace) -> Scalar:
-    """First tokens and an empty status; returns how many sequences there are."""
-    alive = jnp.int32(0)
-    for sequence in range(plan.sequences):
-        present = (refs.request[sequence, GIVEN] > 0).astype(jnp.int32)
-        refs.current[TOKEN, sequence] = refs.tokens[sequence, 0]
-        refs.current[POSITION, sequence] = refs.request[sequence, START]
-        refs.current[ACTIVE, sequence] = present
-        for lane, value in ((STEPS, 0), (NEW, 0), (REASON, RUNNING), (BAD_LAYER, -1)):
-            refs.status[sequence, lane] = jnp.int32(value)
-        alive += present
-    if plan.config.kda_layers:
+def _pending_window(refs: SimpleNamespace) -> stream.Window:
+    """Rows of the last round, read for replay; this round's are written from where the phases put them."""
+    kept = refs.kda_rows.at[: memory.KDA_KEPT_PLANES]
+    return stream.Window(refs.pending_rows, refs.pending, refs.pending_in, refs.pending_out, write_from=kept)
+
+
+def _clear_padding(step: Step) -> None:
+    """Rows that no sequence ever writes must still be numbers."""
+    refs = step.refs
+    if step.plan.config.kda_layers:
         refs.kda_read[...] = jnp.zeros(refs.kda_read.shape, jnp.float32)
-    if plan.config.mla_layers:
+    if step.plan.config.mla_layers:
         refs.contexts[...] = jnp.zeros(refs.contexts.shape, jnp.float32)
-    return alive
 
 
-def _drain(step: Step, steps: Scalar) -> None:
+def _drain(step: Step) -> None:
     """Waits for every copy still in flight, so that a launch ends with quiet DMA engines."""
-    step.tape.drain(steps * step.plan.tape_blocks)
-    step.vectors.drain(steps * step.vectors.tables)
+    step.tape.drain(step.number * step.plan.tape_blocks)
+    step.vectors.drain(step.number * step.vectors.tables)
 
-    @when(steps > 0)
+    @when(step.number > 0)
     def drain_windows() -> None:
-        for window in (step.state, step.tails, step.groups):
+        for window in (step.state, step.tails, step.pending, step.groups):
             if window is not None:
                 window.drain()
 
@@ -297,10 +280,10 @@ def _finite(step: Step, x: jax.Array) -> Scalar:
     return jnp.sum(bad) == 0.0
 
 
-def _space(name: str) -> pl.BlockSpec:
+def _space(name: str, vmem_inputs: Container[str]) -> pl.BlockSpec:
     if name in ("layer_table", *memory.SMEM_REQUEST, *memory.SMEM_RESULT):
         return pl.BlockSpec(memory_space=pltpu.SMEM)
-    if name in ("sampling_floats", "sampling_ints"):
+    if name in vmem_inputs:
         return pl.BlockSpec(memory_space=pltpu.VMEM)
     return pl.BlockSpec(memory_space=pl.ANY)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megakernel.memory import COMMIT, COUNT, POSITION
 from megakernel.phases import experts as experts_phase
 from megakernel.phases import ffn, kda, mla, route
 from megakernel.phases.linear import linear, rounded
@@ -21,7 +23,7 @@ from megakernel.stream import Experts, LatentGroups, LatentPages, Ref, Scalar, T
 
 @dataclasses.dataclass
 class Step:
-    """What every phase of one step sees: the plan, the buffers by name, the streams, and who is active."""
+    """What every phase of one round sees: the plan, the buffers by name, the streams, and who is active."""
 
     plan: Plan
     refs: SimpleNamespace
@@ -29,30 +31,36 @@ class Step:
     vectors: Vectors
     state: Window | None
     tails: Window | None
+    pending: Window | None
     groups: LatentGroups | None
     pages: LatentPages | None
     experts: Experts | None
-    number: Any = 0  # steps since the launch began
+    number: Any = 0  # rounds since the launch began
     table: Any = 0  # vector tables since the launch began
 
+    def current(self, name: int, sequence: Scalar | int) -> Scalar:
+        return self.refs.current[name, sequence]
+
+    def all_current(self, name: int) -> list[Scalar]:
+        return [self.current(name, sequence) for sequence in range(self.plan.sequences)]
+
+    def sequence_column(self, name: int) -> tuple[jax.Array, Scalar]:
+        """One number a sequence as a column, and the largest.  # [sequences, 1] i32, [] i32"""
+        values = self.all_current(name)
+        largest = values[0]
+        for value in values[1:]:
+            largest = jnp.maximum(largest, value)
+        return column(values, self.plan.sequences), largest
+
+    def row_column(self, value: Callable[[int, int], Scalar], padding: int = 0) -> jax.Array:
+        """`value(token, sequence)` of every live row as a column.  # [rows, 1] i32"""
+        plan = self.plan
+        values = [value(t, sequence) for t in range(plan.tokens) for sequence in range(plan.sequences)]
+        return column(values, plan.rows, padding)
+
     def active(self) -> jax.Array:
-        """[rows, 1] bool: rows of sequences that still decode."""
-        return self.column("active", jnp.int32(0)) > 0
-
-    def column(self, name: str, padding: Scalar) -> jax.Array:
-        """One number a sequence from SMEM as a column.  # [rows, 1]"""
-        values = [self.current(name, sequence) for sequence in range(self.plan.sequences)]
-        row = lax.broadcasted_iota(jnp.int32, (self.plan.rows, 1), 0)
-        column = jnp.full((self.plan.rows, 1), padding)
-        for sequence, value in enumerate(values):
-            column = jnp.where(row == sequence, value, column)
-        return column
-
-    def current(self, name: str, sequence: int) -> Scalar:
-        return self.refs.current[("token", "position", "active").index(name), sequence]
-
-    def positions(self) -> list[Scalar]:
-        return [self.current("position", sequence) for sequence in range(self.plan.sequences)]
+        """[rows, 1] bool: rows that hold a token of a sequence that still decodes."""
+        return self.row_column(lambda t, sequence: (t < self.current(COUNT, sequence)).astype(jnp.int32)) > 0
 
     def vector(self, name: str, width: int) -> jax.Array:
         return self.vectors.row(self.table, name, width)  # [1, width] f32
@@ -79,14 +87,24 @@ class Step:
         return (self.number > 0) | (layer > 0)
 
 
+def column(values: list[Scalar], rows: int, padding: int = 0) -> jax.Array:
+    """Scalars below each other, then padding.  # [rows, 1] i32"""
+    row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    stacked = jnp.full((rows, 1), padding, jnp.int32)
+    for i, value in enumerate(values):
+        stacked = jnp.where(row == i, value, stacked)
+    return stacked
+
+
 def kda_attention(step: Step, index: Scalar, layer: Scalar, x: jax.Array) -> jax.Array:
     """Kimi Delta Attention of one layer.  # x [rows, hidden] f32 -> [rows, hidden] f32; `layer` counts KDA layers"""
     plan, refs, config = step.plan, step.refs, step.plan.config
     assert step.state is not None
     assert step.tails is not None
     width = config.kda_width
-    step.state.start_read(layer, step.has_written(layer))
-    step.tails.start_read(layer, step.has_written(layer))
+    windows = [window for window in (step.state, step.tails, step.pending) if window is not None]
+    for window in windows:
+        window.start_read(layer, step.has_written(layer))
 
     out, index = step.linear(index, x, "kda_in")
     projected = jnp.concatenate([step.take(out, "kda_in", name) for name in ("q", "k", "v")], axis=-1)
@@ -96,22 +114,38 @@ def kda_attention(step: Step, index: Scalar, layer: Scalar, x: jax.Array) -> jax
     if gate is None:
         gate_out, index = step.linear(index, step.take(out, "kda_in", "gate_low"), "kda_gate")
         gate = step.take(gate_out, "kda_gate", "gate")
-
-    active = step.active()
-    step.tails.wait_read(layer)
-    convolved = kda.short_convolution(plan, projected, _conv_taps(step), refs.tails, active)
-    step.tails.start_write(layer)
     rate, bias = step.vector("decay_rate", width), step.vector("decay_bias", width)
     decay = kda.log_decay(plan, step.take(decay_out, "kda_decay", "decay"), rate, bias)
-    kda.store_head_rows(plan, convolved, decay, beta, active, refs.kda_rows)
 
-    step.state.wait_read(layer)
-    kda.recurrence(plan, refs.kda_rows, refs.state, refs.kda_read)
-    step.state.start_write(layer)
+    for window in windows:
+        window.wait_read(layer)
+    if step.pending is not None:
+        commit_pending(step)
+        step.state.start_write(layer)
+        step.tails.start_write(layer)
+    convolved = kda.short_convolution(plan, projected, _conv_taps(step), refs.tails)
+    kda.store_rows(plan, projected, convolved, decay, beta, refs.kda_rows)
+    count, most = step.sequence_column(COUNT)
+    keep = step.pending is None
+    kda.run_tokens(plan, refs.kda_rows, kda.Q, count, most, keep, refs.state, refs.trial_state, refs.kda_read)
+    if step.pending is None:
+        kda.move_tails(plan, refs.kda_rows, count, refs.tails)
+        step.state.start_write(layer)
+        step.tails.start_write(layer)
+    else:
+        step.pending.start_write(layer)
 
-    read = kda.gated_norm(plan, refs.kda_read[...], gate, step.vector("out_norm", width))
-    out, _ = step.linear(index, read, "kda_out")
+    read = kda.pad_rows(plan, jnp.concatenate([refs.kda_read[t] for t in range(plan.tokens)], axis=0))
+    out, _ = step.linear(index, kda.gated_norm(plan, read, gate, step.vector("out_norm", width)), "kda_out")
     return step.take(out, "kda_out", "out")
+
+
+def commit_pending(step: Step) -> None:
+    """Takes the state and the tails in the windows on by the rows accepted in the last round."""
+    taken, most = step.sequence_column(COMMIT)
+    refs = step.refs
+    kda.run_tokens(step.plan, refs.pending, kda.K, taken, most, True, refs.state, refs.trial_state, refs.kda_read)
+    kda.move_tails(step.plan, step.refs.pending, taken, step.refs.tails)
 
 
 def _conv_taps(step: Step) -> jax.Array:
@@ -129,7 +163,7 @@ def mla_attention(step: Step, index: Scalar, layer: Scalar, x: jax.Array) -> jax
     plan, refs, config = step.plan, step.refs, step.plan.config
     assert step.groups is not None
     assert step.pages is not None
-    positions = step.positions()
+    positions, counts = step.all_current(POSITION), step.all_current(COUNT)
     step.groups.start_read(layer, positions, step.has_written(layer))
 
     out, index = step.linear(index, x, "mla_in")
@@ -146,7 +180,7 @@ def mla_attention(step: Step, index: Scalar, layer: Scalar, x: jax.Array) -> jax
 
     mla.attend(plan, layer, refs.current, refs.queries, refs.fresh, step.pages, refs.contexts)
     step.groups.wait_read(layer, positions)
-    mla.merge_into_groups(plan, refs.fresh, positions, refs.latent_group)
+    mla.merge_into_groups(plan, refs.fresh, positions, counts, refs.latent_group)
     step.groups.start_write(layer, positions)
 
     contexts = jnp.concatenate([refs.contexts[:, head] for head in range(config.num_attention_heads)], axis=-1)

@@ -13,10 +13,19 @@ if TYPE_CHECKING:
 
 _ITEM_BYTES = {"float32": 4, "uint32": 4, "int32": 4, "bfloat16": 2}
 MAX_STOP_TOKENS = 8
-REQUEST_INTS = 4
-"""Per sequence: first position, given tokens, new tokens wanted, (spare)."""
-STATUS_INTS = 4
-"""Per sequence: steps run, new tokens, finish reason, first bad layer or -1."""
+KDA_PLANES, KDA_KEPT_PLANES = 8, 7
+"""Planes of `kda_rows` (see `phases.kda`), and how many of them replay needs."""
+
+# Small integers in SMEM, one column or row a sequence.
+START, GIVEN, WANTED = range(3)
+"""`request`: position of the first given token, number of given tokens, most new tokens."""
+TAKEN, NEW, REASON, BAD_LAYER, ROUNDS = range(5)
+"""`status`: tokens taken on, new tokens, why it ended, first bad layer or -1, rounds with new tokens."""
+RUNNING, STOPPED, FULL, BROKEN = range(4)
+"""`status[REASON]`: still running, stop token, enough tokens, not finite."""
+TOKEN, POSITION, ACTIVE, COUNT, COMMIT, DRAFTS = range(6)
+"""`current`: last known token not yet run, its position, 1 while decoding, rows of this round, rows accepted in the
+last round and not yet in the states, tokens drafted for the next round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +55,7 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
     buffers = {
         "ring": Buffer((plan.ring_depth, plan.block_k, plan.block_n), plan.weights),
         "vectors": Buffer((2, *plan.vector_table), "float32"),
-        "embedding_rows": Buffer((sequences, POSITION_GROUP, hidden), plan.weights),
+        "embedding_rows": Buffer((plan.live_rows, POSITION_GROUP, hidden), plan.weights),
         "prefix": Buffer((rows, hidden), "float32"),
         "snapshots": Buffer((max(config.num_snapshots, 1), rows, hidden), "float32"),
         "operand": Buffer((rows, plan.operand_width), activations),
@@ -56,16 +65,21 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
     if config.kda_layers:
         buffers |= {
             "state": Buffer((config.kda_num_heads, sequences, head_dim, head_dim), "float32"),
-            "tails": Buffer((taps - 1, rows, 3 * config.kda_width), "float32"),
-            "kda_rows": Buffer((5, rows, config.kda_width), "float32"),
-            "kda_read": Buffer((rows, config.kda_width), "float32"),
+            "tails": Buffer((taps - 1, sequences, 3 * config.kda_width), "float32"),
+            "kda_rows": Buffer((KDA_PLANES, plan.tokens, sequences, config.kda_width), "float32"),
+            "trial_state": Buffer((sequences, head_dim, head_dim), "float32"),
+            "kda_read": Buffer((plan.tokens, sequences, config.kda_width), "float32"),
+        }
+    if config.kda_layers and plan.tokens > 1:
+        buffers |= {
+            "pending": Buffer((KDA_KEPT_PLANES, plan.tokens, sequences, config.kda_width), "float32"),
         }
     if config.mla_layers:
         latent, heads = plan.latent_lanes, config.num_attention_heads
         buffers |= {
             "page": Buffer((2, plan.page, latent), activations),
-            "latent_group": Buffer((sequences, POSITION_GROUP, latent), activations),
-            "fresh": Buffer((rows, latent), activations),
+            "latent_group": Buffer((sequences, plan.group_positions, latent), activations),
+            "fresh": Buffer((rows, latent), "float32"),
             "queries": Buffer((rows, heads, latent), "float32"),
             "contexts": Buffer((rows, heads, config.kv_lora_rank), "float32"),
         }
@@ -79,13 +93,21 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
             "expert_input": Buffer((rows, config.routed_expert_hidden_size), activations),
             "expert_sum": Buffer((rows, out_lanes), "float32"),
         }
+    if plan.drafter:
+        buffers |= plan.drafter.vmem(plan)
+        if plan.drafter.taps:
+            buffers["taps"] = Buffer((len(plan.drafter.taps), rows, hidden), "float32")
     return buffers
 
 
 def smem_scratch(plan: Plan) -> dict[str, Buffer]:
     return {
         "chosen_experts": Buffer((max(plan.max_distinct_experts, 1),), "int32"),
-        "current": Buffer((3, plan.sequences), "int32"),
+        "current": Buffer((6, plan.sequences), "int32"),
+        "window": Buffer((plan.live_rows,), "int32"),
+        "drafts": Buffer((plan.live_rows,), "int32"),
+        "row_tokens": Buffer((plan.live_rows,), "int32"),
+        "row_logprobs": Buffer((plan.live_rows,), "float32"),
     }
 
 
@@ -93,13 +115,15 @@ def semaphore_counts(plan: Plan) -> dict[str, int]:
     counts = {"ring_done": plan.ring_depth, "vectors_done": 2, "embedding_done": 1}
     if plan.config.kda_layers:
         counts |= {"state_in": 1, "state_out": 1, "tails_in": 1, "tails_out": 1}
+        if plan.tokens > 1:
+            counts |= {"pending_in": 1, "pending_out": 1}
     if plan.config.mla_layers:
         counts |= {"page_done": 2, "group_in": 1, "group_out": 1}
     if plan.moe_layers:
         counts |= {"expert_in_done": plan.expert_slots, "expert_out_done": plan.expert_slots}
     if plan.keep_logits:
         counts["logits_done"] = 1
-    return counts
+    return counts | (plan.drafter.semaphores(plan) if plan.drafter else {})
 
 
 def weight_buffers(plan: Plan) -> dict[str, Buffer]:
@@ -117,11 +141,14 @@ def weight_buffers(plan: Plan) -> dict[str, Buffer]:
         experts = plan.moe_layers * config.num_experts
         shape_in, shape_out = plan.expert_shapes
         buffers |= {"bank_in": Buffer((experts, *shape_in), expert), "bank_out": Buffer((experts, *shape_out), expert)}
-    return buffers
+    return buffers | (plan.drafter.weights(plan) if plan.drafter else {})
 
 
 def cache_buffers(plan: Plan) -> dict[str, Buffer]:
-    """HBM arrays that outlive a launch: KDA states and conv tails, MLA latents."""
+    """HBM arrays that outlive a launch: KDA states and conv tails, MLA latents, what the drafter keeps.
+
+    Between launches `pending` means nothing: a launch ends with every accepted token in the states.
+    """
     config, sequences = plan.config, plan.sequences
     buffers: dict[str, Buffer] = {}
     if config.kda_layers:
@@ -129,19 +156,23 @@ def cache_buffers(plan: Plan) -> dict[str, Buffer]:
         taps = config.short_conv_kernel_size - 1
         buffers |= {
             "states": Buffer((layers, config.kda_num_heads, sequences, dim, dim), "float32"),
-            "conv_tails": Buffer((layers, taps, plan.rows, 3 * config.kda_width), "float32"),
+            "conv_tails": Buffer((layers, taps, sequences, 3 * config.kda_width), "float32"),
         }
+        if plan.tokens > 1:
+            kept = (layers, KDA_KEPT_PLANES, plan.tokens, sequences, config.kda_width)
+            buffers["pending_rows"] = Buffer(kept, "float32")
     if config.mla_layers:
-        shape = (len(config.mla_layers), sequences, plan.context, plan.latent_lanes)
+        shape = (len(config.mla_layers), sequences, plan.cache_positions, plan.latent_lanes)
         buffers["latents"] = Buffer(shape, plan.activations)
-    return buffers
+    return buffers | (plan.drafter.caches(plan) if plan.drafter else {})
 
 
 def request_buffers(plan: Plan) -> dict[str, Buffer]:
-    """What the host writes for one launch. The first three live in SMEM, the last two in VMEM."""
-    return {
+    """What the host writes for one launch. The first three live in SMEM, the others in VMEM."""
+    own = plan.drafter.request(plan) if plan.drafter else {}
+    return own | {
         "tokens": Buffer((plan.sequences, plan.launch_steps), "int32"),
-        "request": Buffer((plan.sequences, REQUEST_INTS), "int32"),
+        "request": Buffer((plan.sequences, 3), "int32"),
         "stop_tokens": Buffer((MAX_STOP_TOKENS,), "int32"),
         "sampling_floats": Buffer((plan.rows, LANES), "float32"),
         "sampling_ints": Buffer((plan.rows, LANES), "int32"),
@@ -149,20 +180,23 @@ def request_buffers(plan: Plan) -> dict[str, Buffer]:
 
 
 def result_buffers(plan: Plan) -> dict[str, Buffer]:
-    """What the host reads after a launch (SMEM), and on request every step's logits (HBM)."""
+    """What the host reads after a launch (SMEM), and on request every round's logits (HBM)."""
     buffers = {
         "new_tokens": Buffer((plan.sequences, plan.launch_steps), "int32"),
         "logprobs": Buffer((plan.sequences, plan.launch_steps), "float32"),
-        "status": Buffer((plan.sequences, STATUS_INTS), "int32"),
+        "status": Buffer((plan.sequences, 5), "int32"),
+        "accepted": Buffer((plan.sequences, plan.tokens), "int32"),
+        "proposed": Buffer((plan.sequences, plan.tokens), "int32"),
     }
     if plan.keep_logits:
+        buffers["round_tokens"] = Buffer((plan.sequences, plan.launch_steps), "int32")
         width = plan.output_width(plan.matrices["head"])
         buffers["step_logits"] = Buffer((plan.launch_steps, plan.rows, width), "float32")
     return buffers
 
 
 SMEM_REQUEST = ("tokens", "request", "stop_tokens")
-SMEM_RESULT = ("new_tokens", "logprobs", "status")
+SMEM_RESULT = ("new_tokens", "logprobs", "status", "accepted", "proposed", "round_tokens")
 
 
 def vmem_map(plan: Plan) -> dict[str, int]:
@@ -175,7 +209,7 @@ def smem_map(plan: Plan) -> dict[str, int]:
     """Bytes of SMEM by buffer."""
     buffers = smem_scratch(plan)
     buffers |= {name: request_buffers(plan)[name] for name in SMEM_REQUEST}
-    buffers |= {name: result_buffers(plan)[name] for name in SMEM_RESULT}
+    buffers |= {name: buffer for name, buffer in result_buffers(plan).items() if name in SMEM_RESULT}
     return {name: buffer.bytes for name, buffer in buffers.items()}
 
 
@@ -201,14 +235,16 @@ def step_bytes(plan: Plan, position: int | None = None) -> dict[str, int]:
         "tape": 0 if plan.tape_is_resident else plan.tape_bytes,
         "vectors": weight_buffers(plan)["vector_tables"].padded_bytes,
         "experts": plan.moe_layers * plan.max_distinct_experts * plan.expert_bytes,
-        "embedding": sequences * POSITION_GROUP * config.hidden_size * BYTES[plan.weights],
+        "embedding": plan.live_rows * POSITION_GROUP * config.hidden_size * BYTES[plan.weights],
     }
     if config.kda_layers:
         moved["KDA states"] = 2 * caches["states"].padded_bytes
         moved["conv tails"] = 2 * caches["conv_tails"].padded_bytes
+        if plan.tokens > 1:
+            moved["rows for replay"] = 2 * caches["pending_rows"].padded_bytes
     if config.mla_layers:
         pages = -(-position // plan.page)
-        positions = pages * plan.page + 2 * POSITION_GROUP
+        positions = pages * plan.page + 2 * plan.group_positions
         moved["MLA latents"] = (
             len(config.mla_layers) * sequences * positions * plan.latent_lanes * BYTES[plan.activations]
         )

@@ -17,14 +17,18 @@ Weights = Mapping[str, np.ndarray]
 _NUMPY = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32)}
 
 
-def pack(plan: Plan, weights: Weights) -> dict[str, np.ndarray]:
+def pack(plan: Plan, weights: Weights, draft_weights: Weights | None = None) -> dict[str, np.ndarray]:
     """Lays a checkpoint's tensors out for one core; arrays by name, as in `memory.weight_buffers`.
 
     Args:
       weights: tensors by the names of `model.layout`, [out, in]; read one at a time.
+      draft_weights: tensors of the plan's drafter, if it has any.
     """
     packed = {name: np.zeros(buffer.shape, _NUMPY[buffer.dtype]) for name, buffer in weight_buffers(plan).items()}
-    _pack_tape(plan, weights, packed["tape"])
+    drafts = _with_target(plan, weights, draft_weights or {})
+    _pack_tape(plan, weights, drafts, packed["tape"])
+    if plan.drafter:
+        plan.drafter.pack(plan, drafts, packed)
     _pack_vectors(plan, weights, packed["vector_tables"])
     packed["embedding"][: plan.config.vocab_size] = weights["model.embed_tokens.weight"]
     if plan.moe_layers:
@@ -35,22 +39,31 @@ def pack(plan: Plan, weights: Weights) -> dict[str, np.ndarray]:
 # ---- tape ----
 
 
-def _pack_tape(plan: Plan, weights: Weights, tape: np.ndarray) -> None:
+def _with_target(plan: Plan, weights: Weights, draft_weights: Weights) -> Weights:
+    """The drafter's tensors and what of the target's it may share."""
+    embedding = weights["model.embed_tokens.weight"]
+    head = embedding if plan.config.tie_word_embeddings else weights["lm_head.weight"]
+    return {**draft_weights, "target.embed_tokens": embedding, "target.lm_head": head}
+
+
+def _pack_tape(plan: Plan, weights: Weights, drafts: Weights, tape: np.ndarray) -> None:
     block = 0
-    for prefix, matrix in _tape_order(plan):
-        blocks = matrix_blocks(plan, matrix, _dense_matrix(plan, weights, prefix, matrix))
+    for source, prefix, matrix in _tape_order(plan, weights, drafts):
+        blocks = matrix_blocks(plan, matrix, _dense_matrix(plan, source, prefix, matrix))
         tape[block : block + len(blocks)] = blocks
         block += len(blocks)
     assert block == len(tape), f"{block} blocks packed, {len(tape)} planned"
 
 
-def _tape_order(plan: Plan) -> Iterator[tuple[str, Matrix]]:
+def _tape_order(plan: Plan, weights: Weights, drafts: Weights) -> Iterator[tuple[Weights, str, Matrix]]:
     config = plan.config
     for layer in range(config.num_hidden_layers):
         for matrix in (*program.attention_matrices(config, layer), *program.ffn_matrices(config, layer)):
-            yield f"model.layers.{layer}.", matrix
+            yield weights, f"model.layers.{layer}.", matrix
     for matrix in program.head_matrices(config):
-        yield "", matrix
+        yield weights, "", matrix
+    for matrix in plan.drafter.matrices() if plan.drafter else ():
+        yield drafts, "", matrix
 
 
 def _dense_matrix(plan: Plan, weights: Weights, prefix: str, matrix: Matrix) -> np.ndarray:

@@ -11,6 +11,7 @@ import itertools
 from functools import cached_property
 
 from megakernel import program
+from megakernel.drafting import Drafter
 from megakernel.program import LANES, Matrix, round_up
 from megakernel.target import CPU, MIB, Number, Target
 from model.config import ModelConfig
@@ -70,6 +71,13 @@ class Plan:
     ring_depth: int
     expert_slots: int
     keep_logits: bool
+    tokens: int
+    drafter: Drafter | None
+
+    @property
+    def live_rows(self) -> int:
+        """Rows that may hold a token. Row `t * sequences + s` is token t of sequence s."""
+        return self.sequences * self.tokens
 
     def __str__(self) -> str:
         from megakernel.report import plan_text
@@ -78,14 +86,25 @@ class Plan:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of the tile that every product computes on; rows past the sequences are padding."""
-        return max(self.target.min_row_tile, round_up(self.sequences, 8))
+        """Rows of the tile that every product computes on; rows past the live ones are padding."""
+        return max(self.target.min_row_tile, round_up(self.live_rows, 8))
+
+    @property
+    def group_positions(self) -> int:
+        """Cache positions of the tiles that hold one round's tokens of a sequence."""
+        return POSITION_GROUP if self.tokens == 1 else 2 * POSITION_GROUP
+
+    @property
+    def cache_positions(self) -> int:
+        """Positions of the MLA cache: the context, whole pages, and room for the last round's tiles."""
+        return round_up(self.context + 2 * POSITION_GROUP, self.page)
 
     # ---- tape ----
 
     @cached_property
     def matrices(self) -> dict[str, Matrix]:
-        return program.all_matrices(self.config)
+        drafts = self.drafter.matrices() if self.drafter else ()
+        return program.all_matrices(self.config) | {matrix.name: matrix for matrix in drafts}
 
     def tiling(self, matrix: Matrix) -> Tiling:
         return tile_matrix(matrix, self.block_k, self.block_n)
@@ -106,6 +125,11 @@ class Plan:
 
     @cached_property
     def tape_blocks(self) -> int:
+        return self.draft_start + self.blocks(self.drafter.matrices() if self.drafter else ())
+
+    @cached_property
+    def draft_start(self) -> int:
+        """First tape block of the drafter."""
         return self.layer_starts[-1][0] + self.blocks(program.head_matrices(self.config))
 
     @property
@@ -124,7 +148,8 @@ class Plan:
     @cached_property
     def tape_parameters(self) -> int:
         """Weights on the tape without padding."""
-        total = sum(matrix.parameters for matrix in program.head_matrices(self.config))
+        drafts = self.drafter.matrices() if self.drafter else ()
+        total = sum(matrix.parameters for matrix in (*program.head_matrices(self.config), *drafts))
         for layer in range(self.config.num_hidden_layers):
             total += sum(matrix.parameters for matrix in program.attention_matrices(self.config, layer))
             total += sum(matrix.parameters for matrix in program.ffn_matrices(self.config, layer))
@@ -186,7 +211,7 @@ class Plan:
 
     @property
     def max_distinct_experts(self) -> int:
-        return min(self.config.num_experts, self.sequences * self.config.num_experts_per_token)
+        return min(self.config.num_experts, self.live_rows * self.config.num_experts_per_token)
 
     # ---- memory maps, in bytes ----
 
@@ -247,27 +272,32 @@ def make_plan(
     page: int = 128,
     expert_slots: int | None = None,
     keep_logits: bool = False,
+    drafter: Drafter | None = None,
+    draft_tokens: int | None = None,
 ) -> Plan:
     """Chooses every static number of the kernel for one core.
 
     Args:
       config: the model.
       target: the machine (`megakernel.target`).
-      sequences: sequences decoded together, 1 to 16; each has one row in a step.
+      sequences: sequences decoded together; each has one row in a step, and one more for every drafted token.
       context: positions that a sequence may reach, prompt included; default: the model's, at most 4,096.
-      launch_steps: most steps of one launch; default: `context`.
+      launch_steps: most tokens, given and new, that one launch takes a sequence on; default: `context`.
       activations: number format between phases; default: the target's.
       ring_depth: blocks of the tape kept in flight; default: as many as fit, the whole tape if it fits.
       block: `(rows, lanes)` of a tape block; default: the shape that wastes least.
       page: positions of one MLA cache page.
       expert_slots: experts kept in VMEM at once; default 4, or fewer where a step cannot choose so many.
-      keep_logits: write the logits of every step to HBM (tests and teacher forcing).
+      keep_logits: write the logits of every round to HBM (tests and teacher forcing).
+      drafter: proposes tokens for the next round; None decodes one token a step.
+      draft_tokens: tokens drafted and verified in a round, K; default: as many as the drafter makes and rows allow.
 
     Raises:
       PlanError: the request cannot be served; the message says which number is too large and which knob helps.
     """
     context = context or min(config.max_position_embeddings, 4096)
-    _check_request(config, target, sequences, context, page, ring_depth, expert_slots)
+    tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
+    _check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights
     block_k, block_n = block or _choose_block(config, BYTES[weights])
     if block_n % LANES or block_k % POSITION_GROUP:
@@ -284,13 +314,28 @@ def make_plan(
         block_k=block_k,
         block_n=block_n,
         ring_depth=ring_depth or 1,
-        expert_slots=min(expert_slots or 4, sequences * config.num_experts_per_token, config.num_experts),
+        expert_slots=min(expert_slots or 4, sequences * tokens * config.num_experts_per_token, config.num_experts),
         keep_logits=keep_logits,
+        tokens=tokens,
+        drafter=drafter,
     )
     if ring_depth is None:
         plan = dataclasses.replace(plan, ring_depth=_deepest_ring(plan))
     _check_memory(plan)
     return plan
+
+
+def _draft_tokens(config: ModelConfig, sequences: int, drafter: Drafter | None, asked: int | None) -> int:
+    if drafter is None:
+        if asked:
+            raise PlanError(f"draft_tokens = {asked} without a drafter; choose one")
+        return 0
+    drafter.check(config)
+    if asked is None:
+        return max(1, min(drafter.max_drafts, MAX_ROWS // sequences - 1))
+    if not 1 <= asked <= drafter.max_drafts:
+        raise PlanError(f"draft_tokens = {asked}; drafter {drafter.name!r} makes 1 to {drafter.max_drafts}")
+    return asked
 
 
 def _deepest_ring(plan: Plan) -> int:
@@ -320,6 +365,7 @@ def _check_request(
     config: ModelConfig,
     target: Target,
     sequences: int,
+    tokens: int,
     context: int,
     page: int,
     ring_depth: int | None,
@@ -327,6 +373,11 @@ def _check_request(
 ) -> None:
     if not 1 <= sequences <= MAX_ROWS:
         raise PlanError(f"sequences = {sequences}; one step carries 1 to {MAX_ROWS} rows: split the batch")
+    if sequences * tokens > MAX_ROWS:
+        raise PlanError(
+            f"{sequences} sequences with {tokens - 1} drafted tokens each need {sequences * tokens} rows, and a step "
+            f"carries {MAX_ROWS}; lower draft_tokens to {max(MAX_ROWS // sequences - 1, 0)} or decode fewer together"
+        )
     if not 1 <= context <= config.max_position_embeddings:
         raise PlanError(f"context = {context}; {config.name} has positions 1 to {config.max_position_embeddings}")
     if page % POSITION_GROUP or page <= 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,11 +31,13 @@ class SlotRequest:
     Attributes:
       given: tokens to run before the first new one is kept; at least one.
       position: of the first given token.
+      known: every token of the sequence so far, the given ones included (drafters look at it).
       wanted: most new tokens.
     """
 
     given: Sequence[int]
     position: int
+    known: Sequence[int]
     wanted: int
     sampling: SamplingParams
     seed: int
@@ -54,10 +56,17 @@ class SlotResult:
 class Session:
     """Decodes up to `plan.sequences` sequences together; slot i keeps its caches from launch to launch."""
 
-    def __init__(self, model: LoadedModel, plan: Plan, backend: Backend, stop_tokens: Sequence[int] = ()):
+    def __init__(
+        self,
+        model: LoadedModel,
+        plan: Plan,
+        backend: Backend,
+        stop_tokens: Sequence[int] = (),
+        draft_weights: Mapping[str, np.ndarray] | None = None,
+    ):
         self.model, self.plan, self.backend = model, plan, backend
         self.stop_tokens = list(stop_tokens)
-        self.weights = _packed_weights(model, plan)
+        self.weights = _packed_weights(model, plan, draft_weights or {})
         self.caches = {name: jnp.zeros(b.shape, b.dtype) for name, b in memory.cache_buffers(plan).items()}
         self.compile_seconds = 0.0
         self.prefill_seconds = 0.0
@@ -85,7 +94,7 @@ class Session:
         found = {name: np.asarray(value) for name, value in results.items()}
         self.decode_seconds += time.perf_counter() - started
         self.launches += 1
-        self.steps += int(found["status"][:, kernel.STEPS].max())
+        self.steps += int(found["status"][:, memory.TAKEN].max())
         self.results = found
         return [
             None if request is None else self._slot_result(slot, request, found)
@@ -104,21 +113,21 @@ class Session:
 
     def _slot_result(self, slot: int, request: SlotRequest, found: dict[str, np.ndarray]) -> SlotResult:
         status = found["status"][slot]
-        if status[kernel.REASON] == kernel.BROKEN:
-            raise NumericsError(_blame(self.model, int(status[kernel.BAD_LAYER])))
-        new = slice(len(request.given) - 1, int(status[kernel.STEPS]))
+        if status[memory.REASON] == memory.BROKEN:
+            raise NumericsError(_blame(self.model, int(status[memory.BAD_LAYER])))
+        new = slice(len(request.given) - 1, int(status[memory.TAKEN]))
         return SlotResult(
             tokens=found["new_tokens"][slot, new].tolist(),
             logprobs=found["logprobs"][slot, new].tolist(),
-            steps=int(status[kernel.STEPS]),
-            reason=int(status[kernel.REASON]),
+            steps=int(status[memory.TAKEN]),
+            reason=int(status[memory.REASON]),
         )
 
 
-def _packed_weights(model: LoadedModel, plan: Plan) -> dict[str, jax.Array]:
-    key = ("packed", plan.block_k, plan.block_n, plan.weights)
+def _packed_weights(model: LoadedModel, plan: Plan, drafts: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    key = ("packed", plan.block_k, plan.block_n, plan.weights, plan.drafter)
     if key not in model.derived:
-        model.derived[key] = {name: jnp.asarray(array) for name, array in pack(plan, model.weights).items()}
+        model.derived[key] = {name: jnp.asarray(array) for name, array in pack(plan, model.weights, drafts).items()}
     return model.derived[key]
 
 
@@ -132,19 +141,22 @@ def _request_arrays(
     for slot, request in enumerate(requests):
         if request is None:
             continue
+        if plan.drafter:
+            plan.drafter.fill_request(plan, slot, list(request.known), arrays)
         arrays["tokens"][slot, : len(request.given)] = request.given
         lanes = arrays["request"][slot]
-        lanes[kernel.START], lanes[kernel.GIVEN], lanes[kernel.WANTED] = (
+        lanes[memory.START], lanes[memory.GIVEN], lanes[memory.WANTED] = (
             request.position,
             len(request.given),
             request.wanted,
         )
-        floats, ints = arrays["sampling_floats"][slot], arrays["sampling_ints"][slot]
-        floats[sample.TEMPERATURE] = request.sampling.temperature
-        floats[sample.TOP_P], floats[sample.MIN_P] = request.sampling.top_p, request.sampling.min_p
-        ints[sample.TOP_K] = request.sampling.top_k
+        rows = slice(slot, plan.live_rows, plan.sequences)  # every row of this sequence
+        floats, ints = arrays["sampling_floats"][rows], arrays["sampling_ints"][rows]
+        floats[:, sample.TEMPERATURE] = request.sampling.temperature
+        floats[:, sample.TOP_P], floats[:, sample.MIN_P] = request.sampling.top_p, request.sampling.min_p
+        ints[:, sample.TOP_K] = request.sampling.top_k
         seed = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32], np.uint32).view(np.int32)
-        ints[sample.SEED_LOW], ints[sample.SEED_HIGH] = seed
+        ints[:, sample.SEED_LOW], ints[:, sample.SEED_HIGH] = seed
     return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 

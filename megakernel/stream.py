@@ -107,13 +107,15 @@ class Vectors:
 
 
 class Window:
-    """Part of a cache that a layer reads at its start and writes back at its end, through one VMEM buffer.
+    """Part of a cache that a layer reads at its start and writes back at its end.
 
-    The write of one layer is waited for just before the next read; `has_written` says whether there is one.
+    It is written from the buffer it was read into, or from another one. The write of one layer is waited for just
+    before the next read; `has_written` says whether there is one.
     """
 
-    def __init__(self, hbm: Ref, window: Ref, read_done: Ref, write_done: Ref):
+    def __init__(self, hbm: Ref, window: Ref, read_done: Ref, write_done: Ref, write_from: Ref = None):
         self.hbm, self.window, self.read_done, self.write_done = hbm, window, read_done.at[0], write_done.at[0]
+        self.write_from = window if write_from is None else write_from
 
     def start_read(self, layer: Scalar, has_written: Scalar) -> None:
         @when(has_written)
@@ -135,11 +137,11 @@ class Window:
         return pltpu.make_async_copy(self.hbm.at[layer], self.window, self.read_done)
 
     def _write(self, layer: Scalar) -> Any:
-        return pltpu.make_async_copy(self.window, self.hbm.at[layer], self.write_done)
+        return pltpu.make_async_copy(self.write_from, self.hbm.at[layer], self.write_done)
 
 
 class LatentGroups:
-    """The tile of positions, one a sequence, into which this step's MLA latents fall: read, merged, written back."""
+    """The positions, one or two tiles a sequence, into which this round's latents fall: read, merged, written back."""
 
     def __init__(self, plan: Plan, hbm: Ref, window: Ref, read_done: Ref, write_done: Ref):
         self.plan, self.hbm, self.window = plan, hbm, window
@@ -168,7 +170,8 @@ class LatentGroups:
             pltpu.make_async_copy(window, group, self.write_done).wait()
 
     def _ends(self, layer: Scalar, sequence: int, position: Scalar) -> tuple[Ref, Ref]:
-        return self.hbm.at[layer, sequence, pl.ds(tile_start(position), POSITION_GROUP)], self.window.at[sequence]
+        positions = pl.ds(tile_start(position), self.plan.group_positions)
+        return self.hbm.at[layer, sequence, positions], self.window.at[sequence]
 
 
 class LatentPages:
@@ -217,25 +220,25 @@ class Experts:
 
 
 class EmbeddingRows:
-    """The embedding row of each sequence's token, inside the aligned tile of rows that a DMA can address."""
+    """The embedding row of each token of a round, inside the aligned tile of rows that a DMA can address."""
 
     def __init__(self, plan: Plan, hbm: Ref, window: Ref, done: Ref):
         self.plan, self.hbm, self.window, self.done = plan, hbm, window, done.at[0]
 
     def fetch(self, tokens: list[Scalar]) -> None:
-        copies = [self._copy(sequence, token) for sequence, token in enumerate(tokens)]
+        copies = [self._copy(row, token) for row, token in enumerate(tokens)]
         for copy in copies:
             copy.start()
         for copy in copies:
             copy.wait()
 
-    def _copy(self, sequence: int, token: Scalar) -> Any:
+    def _copy(self, row: int, token: Scalar) -> Any:
         source = self.hbm.at[pl.ds(tile_start(token), POSITION_GROUP)]
-        return pltpu.make_async_copy(source, self.window.at[sequence], self.done)
+        return pltpu.make_async_copy(source, self.window.at[row], self.done)
 
 
 class Logits:
-    """Writes one step's logits to HBM, for tests and teacher forcing."""
+    """Writes one round's logits to HBM, for tests and teacher forcing."""
 
     def __init__(self, hbm: Ref, logits: Ref, done: Ref):
         self.hbm, self.logits, self.done = hbm, logits, done.at[0]

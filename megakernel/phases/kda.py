@@ -11,30 +11,56 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megakernel.phases.linear import lanes, rounded
+from megakernel.phases.linear import lanes, rounded, whole_tiles
 from megakernel.phases.mix import rms_norm
+from megakernel.phases.sums import sum_over_keys
 from megakernel.plan import Plan
 from megakernel.stream import Ref, Scalar
 
-Q, K, V, DECAY, BETA = range(5)
-"""Rows of the `kda_rows` buffer."""
+K, V, DECAY, BETA, RAW_Q, RAW_K, RAW_V, Q = range(8)
+"""Planes of the `kda_rows` buffer; replay needs all but the last."""
 _L2_EPS = 1e-6
 
 
-def short_convolution(plan: Plan, projected: jax.Array, taps: jax.Array, tails: Ref, active: jax.Array) -> jax.Array:
-    """Depthwise causal convolution and SiLU over q, k and v side by side; moves the tails of active rows by one token.
+def short_convolution(plan: Plan, projected: jax.Array, taps: jax.Array, tails: Ref) -> jax.Array:
+    """Depthwise causal convolution and SiLU over q, k and v side by side.
 
     Args:
-      projected: [rows, 3 * width] f32, this token's values before the convolution.
-      taps: [taps, 3 * width] f32; the last tap meets this token.
-      tails: [taps - 1, rows, 3 * width] f32, earlier values, oldest first.
+      projected: [rows, 3 * width] f32, this round's values before the convolution.
+      taps: [taps, 3 * width] f32; the last tap meets a row's own value.
+      tails: [taps - 1, sequences, 3 * width] f32, earlier values, oldest first.
+    Returns:
+      [rows, 3 * width] f32; padding rows are zero.
     """
+    live = projected[: plan.live_rows]
     past = [tails[i] for i in range(len(taps) - 1)]
-    window = [*past, projected]
-    y = sum((taps[i : i + 1] * value for i, value in enumerate(window)), start=jnp.float32(0))
-    for i, value in enumerate(window[1:]):
-        tails[i] = jnp.where(active, value, past[i])
-    return rounded(plan, y * jax.nn.sigmoid(y))
+    history = jnp.concatenate([*past, live], axis=0)  # [(taps - 1 + tokens) * sequences, 3 * width]
+    y = jnp.zeros_like(live)
+    for i in range(len(taps)):
+        y = y + taps[i : i + 1] * history[i * plan.sequences :][: plan.live_rows]
+    return pad_rows(plan, rounded(plan, y * jax.nn.sigmoid(y)))
+
+
+def move_tails(plan: Plan, rows: Ref, taken: jax.Array, tails: Ref) -> None:
+    """Moves each sequence's tails on by the tokens it has taken.
+
+    Args:
+      rows: [planes, tokens, sequences, width] f32, whose RAW planes hold the values before the convolution.
+      taken: [sequences, 1] i32, 0 to `plan.tokens`.
+      tails: [taps - 1, sequences, 3 * width] f32.
+    """
+    raw = [jnp.concatenate([rows[plane, t] for plane in (RAW_Q, RAW_K, RAW_V)], axis=-1) for t in range(plan.tokens)]
+    history = [*(tails[i] for i in range(tails.shape[0])), *raw]
+    for i in range(tails.shape[0]):
+        tail = history[i]
+        for count in range(1, plan.tokens + 1):
+            tail = jnp.where(taken == count, history[i + count], tail)
+        tails[i] = tail
+
+
+def pad_rows(plan: Plan, x: jax.Array) -> jax.Array:
+    """[live rows, n] -> [rows, n], padded with zeros."""
+    return whole_tiles([x], plan.rows)
 
 
 def log_decay(plan: Plan, raw: jax.Array, rate: jax.Array, bias: jax.Array) -> jax.Array:
@@ -45,63 +71,76 @@ def log_decay(plan: Plan, raw: jax.Array, rate: jax.Array, bias: jax.Array) -> j
     return bound * jax.nn.sigmoid(rate * (raw + bias))
 
 
-def store_head_rows(
-    plan: Plan, convolved: jax.Array, decay: jax.Array, beta: jax.Array, active: jax.Array, rows: Ref
+def store_rows(
+    plan: Plan, projected: jax.Array, convolved: jax.Array, decay: jax.Array, beta: jax.Array, rows: Ref
 ) -> None:
     """Splits heads, normalises q and k, and spreads beta over each head's lanes.
 
-    Rows that are not active get decay 1 and beta 0, which leave a state as it is to the bit.
-
     Args:
-      convolved: [rows, 3 * width] f32; decay: [rows, width] f32 (log); beta: [rows, >= heads] f32 before the sigmoid.
-      rows: [5, rows, width] f32, see Q, K, V, DECAY, BETA.
+      projected, convolved: [rows, 3 * width] f32, q, k and v before and after the convolution.
+      decay: [rows, width] f32 (log); beta: [rows, >= heads] f32 before the sigmoid.
+      rows: [planes, tokens, sequences, width] f32, see the plane names.
     """
-    dim, width = plan.config.kda_head_dim, plan.config.kda_width
-    rows[V] = convolved[:, 2 * width :]
-    rows[DECAY] = jnp.where(active, jnp.exp(decay), 1.0)
-    beta = jnp.where(active, jax.nn.sigmoid(beta), 0.0)
-    for head in range(plan.config.kda_num_heads):
-        at = slice(head * dim, (head + 1) * dim)
-        rows[Q, :, at] = _l2_norm(convolved[:, :width][:, at]) * dim**-0.5
-        rows[K, :, at] = _l2_norm(convolved[:, width : 2 * width][:, at])
-        rows[BETA, :, at] = jnp.broadcast_to(beta[:, head : head + 1], (plan.rows, dim))
+    dim, width, sequences = plan.config.kda_head_dim, plan.config.kda_width, plan.sequences
+    decay, beta = jnp.exp(decay), jax.nn.sigmoid(beta)
+    heads = [slice(h * dim, (h + 1) * dim) for h in range(plan.config.kda_num_heads)]
+    planes = {
+        V: convolved[:, 2 * width :],
+        DECAY: decay,
+        BETA: jnp.concatenate(
+            [jnp.broadcast_to(beta[:, h : h + 1], (plan.rows, dim)) for h in range(len(heads))], axis=-1
+        ),
+        K: jnp.concatenate([_l2_norm(convolved[:, width : 2 * width][:, at]) for at in heads], axis=-1),
+        Q: jnp.concatenate([_l2_norm(convolved[:, :width][:, at]) * dim**-0.5 for at in heads], axis=-1),
+        RAW_Q: projected[:, :width],
+        RAW_K: projected[:, width : 2 * width],
+        RAW_V: projected[:, 2 * width :],
+    }
+    for plane, value in planes.items():
+        for t in range(plan.tokens):
+            rows[plane, t] = value[t * sequences : (t + 1) * sequences]
 
 
 def _l2_norm(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _L2_EPS)
 
 
-def recurrence(plan: Plan, rows: Ref, state: Ref, read: Ref) -> None:
-    """One step of the delta rule for every head and sequence.
+def run_tokens(
+    plan: Plan, rows: Ref, query: int, count: jax.Array, most: Scalar, keep: bool, state: Ref, trial: Ref, read: Ref
+) -> None:
+    """The delta rule over tokens 0 to `most - 1`, for every head and sequence, on a copy of the state.
+
+    A token at or past a sequence's count gets decay 1 and beta 0, which leave a state as it is to the bit. First use
+    and replay of a row are this same loop on the same kind of buffer, so that no compiler gives them different bits.
 
     Args:
-      rows: [5, rows, width] f32 from `store_head_rows`.
-      state: [heads, sequences, key, value] f32, updated in place.
-      read: [rows, width] f32, receives o; rows past the sequences are left as they are.
+      rows: [planes, tokens, sequences, width] f32 from `store_rows`; `query`: the plane to read the state with.
+      count: [sequences, 1] i32, rows of each sequence that count; most: their maximum.
+      keep: whether the copy replaces the state afterwards.
+      state: [heads, sequences, key, value] f32; trial: [sequences, key, value] f32, scratch.
+      read: [tokens, sequences, width] f32, receives o.
     """
-    dim, sequences = plan.config.kda_head_dim, plan.sequences
+    dim = plan.config.kda_head_dim
 
     def head(h: Scalar, _: None) -> None:
         at = lanes(h * dim, dim)
-        q, k, v, decay, beta = (rows[i, :sequences, at] for i in (Q, K, V, DECAY, BETA))  # [sequences, dim]
-        s = state[h] * decay[:, :, None]  # [sequences, key, value]
-        update = beta * (v - sum_over_keys(s * k[:, :, None]))
-        s = s + k[:, :, None] * update[:, None, :]
-        state[h] = s
-        read[:sequences, at] = sum_over_keys(s * q[:, :, None])
+        trial[...] = state[h]
+
+        def token(t: Scalar, _: None) -> None:
+            q, k, v, decay, beta = (rows[plane, t, :, at] for plane in (query, K, V, DECAY, BETA))  # [sequences, dim]
+            counts = t < count
+            decay, beta = jnp.where(counts, decay, 1.0), jnp.where(counts, beta, 0.0)
+            s = trial[...] * decay[:, :, None]  # [sequences, key, value]
+            update = beta * (v - sum_over_keys(s * k[:, :, None]))
+            s = s + k[:, :, None] * update[:, None, :]
+            trial[...] = s
+            read[t, :, at] = sum_over_keys(s * q[:, :, None])
+
+        lax.fori_loop(0, most, token, None)
+        if keep:
+            state[h] = trial[...]
 
     lax.fori_loop(0, plan.config.kda_num_heads, head, None)
-
-
-def sum_over_keys(x: jax.Array) -> jax.Array:
-    """Sum over the middle axis by halves, an order that no compiler chooses.  # [sequences, key, value] f32"""
-    while x.shape[1] > 8 and x.shape[1] % 2 == 0:
-        half = x.shape[1] // 2
-        x = x[:, :half] + x[:, half:]
-    total = x[:, 0]
-    for key in range(1, x.shape[1]):  # a reduction would choose its order by the number of sequences
-        total = total + x[:, key]
-    return total
 
 
 def gated_norm(plan: Plan, read: jax.Array, gate: jax.Array, weight: jax.Array) -> jax.Array:

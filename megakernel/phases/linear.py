@@ -89,6 +89,13 @@ def linear(plan: Plan, tape: Tape, index: Scalar, x: jax.Array, matrix: Matrix, 
     return index + tiling.blocks
 
 
+def whole_tiles(rows: list[jax.Array], multiple: int) -> jax.Array:
+    """Arrays below each other, padded with zero rows to a multiple of `multiple`.  # [.., n] each -> [m, n]"""
+    missing = -sum(len(row) for row in rows) % multiple
+    padding = [jnp.zeros((missing, rows[0].shape[1]), rows[0].dtype)] if missing else []
+    return jnp.concatenate([*rows, *padding], axis=0)
+
+
 def lanes(start: Scalar | int, size: int) -> Any:
     """A slice of `size` lanes from a tile-aligned `start`, known now or at run time."""
     return slice(start, start + size) if isinstance(start, int) else pl.ds(pl.multiple_of(start, size), size)

@@ -9,22 +9,24 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from megakernel.control import when
-from megakernel.phases.linear import rounded
+from megakernel.memory import COUNT, POSITION
+from megakernel.phases.linear import rounded, whole_tiles
 from megakernel.phases.mix import rms_norm
-from megakernel.plan import POSITION_GROUP, Plan
+from megakernel.plan import MAX_ROWS, Plan
 from megakernel.program import LANES, round_up
-from megakernel.stream import LatentPages, Ref, Scalar, quotient
+from megakernel.stream import LatentPages, Ref, Scalar, quotient, tile_start
 
 
 def store_fresh_latents(plan: Plan, latent: jax.Array, extra: jax.Array, norm: jax.Array, fresh: Ref) -> None:
-    """This step's cache entries.  # latent [rows, kv_lora], extra [rows, extra] f32 -> fresh [rows, latent_lanes]"""
+    """This round's cache entries, rounded.  # [rows, kv_lora], [rows, extra] -> fresh [rows, latent_lanes] f32"""
     config = plan.config
     split = round_up(config.kv_lora_rank, LANES)
     fresh[...] = jnp.zeros(fresh.shape, fresh.dtype)
-    fresh[:, : config.kv_lora_rank] = rms_norm(latent, norm, config.mla_latent_norm_eps).astype(fresh.dtype)
-    fresh[:, split : split + config.qk_rope_head_dim] = extra.astype(fresh.dtype)
+    fresh[:, : config.kv_lora_rank] = rounded(plan, rms_norm(latent, norm, config.mla_latent_norm_eps))
+    fresh[:, split : split + config.qk_rope_head_dim] = extra
 
 
 def store_queries(plan: Plan, absorbed: Ref, query: Ref, queries: Ref) -> None:
@@ -45,76 +47,106 @@ def store_queries(plan: Plan, absorbed: Ref, query: Ref, queries: Ref) -> None:
         queries[:, head, split : split + config.qk_rope_head_dim] = query[:, extra : extra + config.qk_rope_head_dim]
 
 
-def merge_into_groups(plan: Plan, fresh: Ref, positions: list[Scalar], groups: Ref) -> None:
-    """Puts each sequence's new latent at its place in the cache tile that was read for it."""
-    for sequence, position in enumerate(positions):
-        at = lax.broadcasted_iota(jnp.int32, (POSITION_GROUP, 1), 0)
-        here = at == lax.rem(position, POSITION_GROUP)
-        groups[sequence] = jnp.where(here, fresh[sequence : sequence + 1, :], groups[sequence])
+def merge_into_groups(plan: Plan, fresh: Ref, positions: list[Scalar], counts: list[Scalar], groups: Ref) -> None:
+    """Puts each sequence's new latents at their places in the cache tiles that were read for it."""
+    for sequence, (position, count) in enumerate(zip(positions, counts, strict=True)):
+        first = tile_start(position)
+        groups[sequence] = merge_fresh(plan, groups[sequence], first, fresh, sequence, position, count)
+
+
+def merge_fresh(
+    plan: Plan, entries: jax.Array, first: Scalar, fresh: Ref, sequence: Scalar | int, position: Scalar, count: Scalar
+) -> jax.Array:
+    """`entries` of the positions from `first` on, with this round's own in their places.
+
+    Args:
+      entries: [positions, latent_lanes]; fresh: [rows, latent_lanes] f32.
+      position: of the sequence's first row; count: its rows.
+    """
+    at = first + lax.broadcasted_iota(jnp.int32, (entries.shape[0], 1), 0)
+    for t in range(plan.tokens):
+        row = fresh[pl.ds(t * plan.sequences + sequence, 1)].astype(entries.dtype)
+        entries = jnp.where((at == position + t) & (t < count), row, entries)
+    return entries
 
 
 def attend(
     plan: Plan, layer: Scalar, current: Ref, queries: Ref, fresh: Ref, pages: LatentPages, contexts: Ref
 ) -> None:
-    """Softmax attention of every sequence over its cached past and its own new position, page by page.
+    """Softmax attention of every row over its sequence's past and itself, page by page.
+
+    A row meets the same pages in the same order, in a tile of the same shape, however many rows share the round: the
+    round's own latents are put into the pages before use, and what a row must not see weighs exactly zero.
 
     Args:
       layer: index among the MLA layers.
-      current: [3, sequences] i32 (SMEM); its second row says how many positions of each sequence the cache holds.
-      queries: [rows, heads, latent_lanes] f32; fresh: [rows, latent_lanes].
+      current: [.., sequences] i32 (SMEM), see `megakernel.memory`.
+      queries: [rows, heads, latent_lanes] f32; fresh: [rows, latent_lanes] f32.
       contexts: [rows, heads, kv_lora] f32, receives the attention-weighted latents.
     """
+    heads, tokens, sequences = plan.config.num_attention_heads, plan.tokens, plan.sequences
+    scale = plan.config.qk_head_dim**-0.5
 
     def sequence_attention(sequence: Scalar, _: None) -> None:
-        length = current[1, sequence]
-        page_count = quotient(length + plan.page - 1, plan.page)
+        position, count = current[POSITION, sequence], current[COUNT, sequence]
+        page_count = quotient(position + jnp.maximum(count, 1) - 1, plan.page) + 1
+        pages.start(layer, sequence, jnp.int32(0))
+        rows = [queries[t * sequences + sequence] for t in range(tokens)]
+        stacked = whole_tiles(rows, MAX_ROWS).astype(plan.activations)  # [tiles * MAX_ROWS, latent_lanes]
+        query = jnp.split(stacked, len(stacked) // MAX_ROWS)
+        last = jnp.split(position + _row_token(plan, len(stacked)), len(query))  # the last position that a row sees
 
-        @when(page_count > 0)
-        def start_first() -> None:
-            pages.start(layer, sequence, jnp.int32(0))
-
-        query = queries[sequence].astype(plan.activations)  # [heads, latent_lanes]
-        state = _own_position(plan, query, fresh, sequence)
-
-        def page(i: Scalar, state: _Softmax) -> _Softmax:
+        def page(i: Scalar, states: list[Softmax]) -> list[Softmax]:
             @when(i + 1 < page_count)
             def start_next() -> None:
                 pages.start(layer, sequence, i + 1)
 
-            entries = pages.take(layer, sequence, i)[...]  # [page, latent_lanes]
-            at = i * plan.page + lax.broadcasted_iota(jnp.int32, (1, plan.page), 1)
-            return _accumulate(plan, state, query, entries, at < length)
+            entries = pages.take(layer, sequence, i)
+            first = i * plan.page
 
-        _, total, context = lax.fori_loop(0, page_count, page, state)
-        contexts[sequence] = context / total
+            @when(first + plan.page > position)
+            def merge() -> None:
+                entries[...] = merge_fresh(plan, entries[...], first, fresh, sequence, position, count)
 
-    lax.fori_loop(0, plan.sequences, sequence_attention, None)
+            at = first + lax.broadcasted_iota(jnp.int32, (1, plan.page), 1)
+            tiles = zip(states, query, last, strict=True)
+            keys, values = entries[...], entries[:, : plan.config.kv_lora_rank]
+            return [accumulate(state, q, keys, values, at <= seen, scale) for state, q, seen in tiles]
 
+        lowest = jnp.full((MAX_ROWS, 1), -jnp.inf, jnp.float32)
+        nothing = jnp.zeros((MAX_ROWS, plan.config.kv_lora_rank), jnp.float32)
+        states = lax.fori_loop(0, page_count, page, [(lowest, jnp.zeros_like(lowest), nothing)] * len(query))
+        context = jnp.concatenate([context / total for _, total, context in states], axis=0)
+        for t in range(tokens):
+            contexts[t * sequences + sequence] = context[t * heads : (t + 1) * heads]
 
-_Softmax = tuple[jax.Array, jax.Array, jax.Array]
-"""Running maximum [heads, 1], sum of exponentials [heads, 1] and weighted latents [heads, kv_lora], all f32."""
-
-
-def _own_position(plan: Plan, query: jax.Array, fresh: Ref, sequence: Scalar) -> _Softmax:
-    heads = plan.config.num_attention_heads
-    lowest = jnp.full((heads, 1), -jnp.inf, jnp.float32)
-    nothing = jnp.zeros((heads, plan.config.kv_lora_rank), jnp.float32)
-    own = lax.broadcasted_iota(jnp.int32, (1, plan.rows), 1) == sequence
-    own_row = lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0) == sequence
-    entries = jnp.where(own_row, fresh[...], jnp.zeros((), fresh.dtype))  # other rows may hold anything, even NaN
-    return _accumulate(plan, (lowest, jnp.zeros_like(lowest), nothing), query, entries, own)
+    lax.fori_loop(0, sequences, sequence_attention, None)
 
 
-def _accumulate(plan: Plan, state: _Softmax, query: jax.Array, entries: jax.Array, seen: jax.Array) -> _Softmax:
-    """Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over one page of entries; only `seen` ones count."""
+def _row_token(plan: Plan, rows: int) -> jax.Array:
+    """Which token of its sequence each row of a stacked query is.  # [rows, 1] i32"""
+    return lax.div(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), jnp.int32(plan.config.num_attention_heads))
+
+
+Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""Running maximum [m, 1], sum of exponentials [m, 1] and weighted values [m, n], all f32."""
+
+
+def accumulate(
+    state: Softmax, query: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float
+) -> Softmax:
+    """Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over some more entries; only `seen` ones count.
+
+    Args:
+      query: [m, d]; keys: [entries, d]; values: [entries, n], all in the activation format.
+      seen: [m or 1, entries] bool.
+    """
     highest, total, context = state
-    scores = _product(query, entries, contract=1) * plan.config.qk_head_dim**-0.5  # [heads, entries]
-    scores = jnp.where(seen, scores, -jnp.inf)
+    scores = jnp.where(seen, _product(query, keys, contract=1) * scale, -jnp.inf)  # [m, entries]
     new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
     shrink = jnp.exp(highest - new_highest)
     shares = jnp.exp(scores - new_highest)
-    values = entries[:, : plan.config.kv_lora_rank]
-    context = context * shrink + _product(shares.astype(plan.activations), values, contract=0)
+    context = context * shrink + _product(shares.astype(values.dtype), values, contract=0)
     return new_highest, total * shrink + jnp.sum(shares, axis=-1, keepdims=True), context
 
 

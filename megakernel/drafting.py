@@ -1,0 +1,84 @@
+"""What the kernel asks of a drafter: more tape, more buffers, and a proposal after every round.
+
+Drafters live in `spec_decode`; a plan carries one. Whatever they propose, the tokens that come out are those of plain
+decoding: a draft is only ever compared with the token that the target itself has chosen (`megakernel.rounds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from megakernel.program import Matrix
+from model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from megakernel.layers import Step
+    from megakernel.memory import Buffer
+    from megakernel.plan import Plan
+
+
+class Drafter(Protocol):
+    """Hashable and free of arrays: part of the static plan."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_drafts(self) -> int:
+        """Most tokens that one proposal holds."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Numbers of completed target layers after which the prefix is kept for the drafter, ascending."""
+        ...
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises `PlanError` if this drafter does not fit the target model."""
+        ...
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Streamed products of one proposal, on the tape behind the target's LM head."""
+        ...
+
+    def vmem(self, plan: Plan) -> dict[str, Buffer]: ...
+
+    def weights(self, plan: Plan) -> dict[str, Buffer]:
+        """Read-only HBM arrays."""
+        ...
+
+    def caches(self, plan: Plan) -> dict[str, Buffer]:
+        """HBM arrays that outlive a launch."""
+        ...
+
+    def request(self, plan: Plan) -> dict[str, Buffer]:
+        """VMEM arrays that the host fills for each launch from the known tokens, see `fill_request`."""
+        ...
+
+    def fill_request(self, plan: Plan, slot: int, known: list[int], arrays: Mapping[str, np.ndarray]) -> None: ...
+
+    def semaphores(self, plan: Plan) -> dict[str, int]: ...
+
+    def begin(self, step: Step) -> None:
+        """Runs in the kernel before the first round."""
+        ...
+
+    def propose(self, step: Step, index: Any) -> Any:
+        """Runs in the kernel after every round; returns the tape block after its last product.
+
+        `step.refs.window` still holds the rows of the round that has just been accepted and `current` already stands
+        behind them. Writes the drafts for the next round to `drafts[k, sequence]` and their number, at most
+        `plan.tokens - 1`, to `current[DRAFTS, sequence]`.
+        """
+        ...
+
+    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
+        """Fills the arrays of `weights(plan)`.
+
+        `weights` are the drafter's own tensors, and the target's embedding and LM head as `target.embed_tokens` and
+        `target.lm_head`. The tape is filled from the tensors that `matrices` names.
+        """
+        ...

@@ -1,0 +1,55 @@
+"""Left to right through the block: each slot's logits get a bias from the token before it, then it picks its token.
+
+d_k = choose(base_k + markov_w2 . markov_w1[prev]). The choice is the target's own rule, with the target's noise at that
+position: where drafter and target agree on the distribution, they agree on the token.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megakernel.layers import Step, column
+from megakernel.memory import POSITION, TOKEN
+from megakernel.phases import sample
+from megakernel.phases.linear import dot, whole_tiles
+from megakernel.plan import POSITION_GROUP
+from megakernel.stream import EmbeddingRows, Scalar
+from spec_decode.dspark.config import DSparkConfig
+
+
+def draft_left_to_right(config: DSparkConfig, step: Step) -> None:
+    """Writes `drafts[k * sequences + s]` for every slot k."""
+    plan, refs = step.plan, step.refs
+    sequences, rows = plan.sequences, plan.rows
+    previous = step.all_current(TOKEN)
+    positions = column(step.all_current(POSITION), rows)
+    row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    for slot in range(plan.tokens - 1):
+        bias = _bias(step, previous)  # [rows, vocabulary lanes]
+        base = refs.out_draft_head[slot * sequences : (slot + 1) * sequences]
+        refs.draft_logits[...] = whole_tiles([base], rows) + bias
+        chosen = sample.choose_tokens(
+            plan,
+            refs.draft_logits,
+            refs.draft_scaled,
+            refs.sampling_floats[...],
+            refs.sampling_ints[...],
+            positions + slot + 1,
+        )
+        previous = [jnp.max(jnp.where(row == sequence, chosen, 0)) for sequence in range(sequences)]
+        for sequence, token in enumerate(previous):
+            refs.drafts[slot * sequences + sequence] = token
+
+
+def _bias(step: Step, previous: list[Scalar]) -> jax.Array:
+    """[rows, vocabulary lanes] f32"""
+    plan, refs = step.plan, step.refs
+    EmbeddingRows(plan, refs.draft_markov_w1, refs.draft_markov_rows, refs.draft_done).fetch(previous)
+    at = lax.broadcasted_iota(jnp.int32, (POSITION_GROUP, 1), 0)
+    found = []
+    for sequence, token in enumerate(previous):
+        group = refs.draft_markov_rows[sequence].astype(jnp.float32)
+        found.append(jnp.sum(jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0), axis=0, keepdims=True))
+    return dot(whole_tiles(found, plan.rows).astype(plan.activations), refs.draft_markov_out[...])
