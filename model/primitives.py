@@ -74,5 +74,5 @@ def situ_glu(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float) ->
 
 
 def swi_glu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """`silu(gate) * up` in float32, rounded once."""
-    return rounded(jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32), gate.dtype)
+    """`silu(gate) * up`, rounded after each of the two, as the code of Kimi Linear does."""
+    return rounded(rounded(jax.nn.silu(gate.astype(jnp.float32)), gate.dtype) * up, gate.dtype)

@@ -209,6 +209,9 @@ def test_kimi_linear_layers_reproduce_official_values(layer: int) -> None:
     else:
         official = np.concatenate([data["ref.layer3.mla_latent"], data["ref.layer3.mla_krot"]], axis=-1)
         assert error(cache.latents[0][0], official) < TOLERANCE["f32"]
+    if layer == 0:  # in bfloat16 every rounding is where the official code has it
+        out, _ = run(load_model(weights, config, jnp.bfloat16), None, "sequence")
+        assert error(out, data["ref.layer0.out_bf16"]) < 5e-4
     out, _ = run(one, init_cache(config, 1, len(inputs)), "token")  # recurrent, absorbed, chosen experts only
     assert error(out, data[f"ref.layer{layer}.out"]) < TOLERANCE["f32"]
 
