@@ -37,8 +37,8 @@ _WINDOW = BASE.sliding_window + BASE.block_size
 _LAYER = 4 * BASE.hidden_size + 2 * BASE.head_dim + _WINDOW + BASE.num_heads * BASE.head_dim + BASE.intermediate_size
 _TERMS = len(BASE.tap_layers) * BASE.target_hidden_size + BASE.num_layers * _LAYER + 2 * BASE.hidden_size
 TOLERANCE = float(np.sqrt(2 * _TERMS)) * 2.0**-24  # two implementations; 5e-6
-# With bfloat16: unit roundoff 2^-9, about 16 roundings a layer and 4 outside; one of the two sides rounds.
-TOLERANCE_BF16 = float(np.sqrt(16 * BASE.num_layers + 4)) * 2.0**-9  # 1.4e-2
+# With bfloat16: unit roundoff 2^-8, about 16 roundings a layer and 4 outside; one of the two sides rounds.
+TOLERANCE_BF16 = float(np.sqrt(16 * BASE.num_layers + 4)) * 2.0**-8  # 2.8e-2
 
 
 def error(ours: object, official: np.ndarray) -> float:
@@ -250,8 +250,8 @@ def test_shared_embeddings() -> None:
         dspark.drafter_params(shared, tensors, jnp.float32)
     with pytest.raises(ValueError, match="has embeddings of its own"):
         dspark.drafter_params(config, tensors | own, jnp.float32, tuple(own.values()))
+    narrow = own["embed_tokens.weight"], own["lm_head.weight"][:, :64]
     with pytest.raises(ValueError, match=r"lm_head.weight of the target has shape \(512, 64\); expected \(512, 128\)"):
-        narrow = own["embed_tokens.weight"], own["lm_head.weight"][:, :64]
         dspark.drafter_params(shared, tensors, jnp.float32, narrow)
 
 
@@ -305,7 +305,7 @@ def test_refused_files(tmp_path: Path, change: Callable[[dict[str, np.ndarray]],
 
 
 def test_missing_and_cut_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a drafter's folder holds a config.json"):
+    with pytest.raises(ConfigError, match=r"a drafter's folder holds a config\.json"):
         load_drafter(tmp_path)
     shutil.copy(DRAFTER / "config.json", tmp_path)
     with pytest.raises(DrafterError, match=r"model\.safetensors: expected a safetensors file; found nothing"):
