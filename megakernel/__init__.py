@@ -9,7 +9,7 @@ print(decode(model, "Fellow-Citizens of the Senate", max_new_tokens=64))
 from megakernel.decode import decode
 from megakernel.loading import LoadedModel, ModelNotFoundError, load
 from megakernel.plan import Plan, PlanError, make_plan
-from megakernel.result import Generation, NumericsError, Piece, Timing
+from megakernel.result import Generation, NumericsError, Piece, Speculation, Timing
 from megakernel.target import TARGETS, Target, find_target
 from model.sampling import SamplingParams
 
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "SamplingParams",
+    "Speculation",
     "Target",
     "Timing",
     "decode",

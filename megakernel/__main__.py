@@ -18,7 +18,8 @@ import jax
 
 from megakernel.aot import AotError, compile_for
 from megakernel.backends import NAMES, resolve_backend
-from megakernel.decode import decode
+from megakernel.decode import decode, find_draft
+from megakernel.drafting import Drafter
 from megakernel.draw import DrawingError, draw_plan
 from megakernel.generate import plan_for
 from megakernel.loading import SHIPPED, LoadedModel, load
@@ -72,6 +73,8 @@ def _generate(options: argparse.Namespace) -> None:
         logprobs=options.logprobs,
         seed=seed,
         backend=options.backend,
+        draft=options.draft,
+        draft_tokens=options.draft_tokens,
     )
     _note(f"{model.config.name}, backend {backend.name}, seed {seed}; the first run compiles, which takes seconds")
     if sys.stdout.isatty():
@@ -80,7 +83,7 @@ def _generate(options: argparse.Namespace) -> None:
     if options.logprobs:
         _print_logprobs(model, done)
     plan = None
-    if backend.name != "reference":
+    if backend.name != "reference" and options.draft == "none":  # a round with drafts reads the weights for many tokens
         plan = plan_for(model, backend, make_jobs(model, prompt, options.max_new_tokens, sampling, seed)[0])
     _note(f"{done.summary}{_speed(plan, done.rate)}")
 
@@ -121,6 +124,8 @@ def _whole(generation: Generation) -> _Done:
     timing = generation.timing
     launches = "1 launch" if timing.launches == 1 else f"{timing.launches} launches"
     summary = f"{plural(timing.tokens, 'token')} in {launches}, compiled in {timing.compile:.1f} s"
+    if generation.speculation:
+        summary += f", {generation.speculation.tokens_per_round:.2f} tokens a round"
     return _Done(list(generation.tokens), list(generation.logprobs or ()), summary, timing.tokens_per_second or None)
 
 
@@ -148,14 +153,16 @@ def _print_logprobs(model: LoadedModel, done: _Done) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    target = find_target(options.target)
+    target, config = find_target(options.target), find_config(options.model)
     plan = make_plan(
-        find_config(options.model),
+        config,
         target,
         sequences=options.sequences,
         context=options.context,
         ring_depth=options.ring_depth,
         expert_slots=options.expert_slots,
+        drafter=_drafter(config, options.draft),
+        draft_tokens=options.draft_tokens,
     )
     print(plan_text(plan), flush=True)
     if options.draw:
@@ -163,6 +170,11 @@ def _plan(options: argparse.Namespace) -> None:
         _note(f"drawn to {options.draw}")
     if options.compile:
         print(f"\n{compile_for(plan, schedule=True)}")
+
+
+def _drafter(config: ModelConfig, draft: str) -> Drafter | None:
+    chosen = find_draft(LoadedModel(config, {}), draft)
+    return chosen.drafter if chosen else None
 
 
 def find_config(name: str) -> ModelConfig:
@@ -215,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     generate.add_argument("--seed", type=int, help="0 to 2**64 - 1; the same seed gives the same text again")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
+    _add_draft_options(generate)
     generate.add_argument("--backend", choices=NAMES, default="auto", help="where to run (%(default)s)")
     generate.add_argument("--logprobs", action="store_true", help="list each token's log-probability at the end")
     generate.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="show text as it comes")
@@ -227,6 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--context", type=int, metavar="N", help="positions of a sequence (the model's, at most 4096)")
     plan.add_argument("--ring-depth", type=int, metavar="N", help="tape blocks in flight (as many as fit)")
     plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (4)")
+    _add_draft_options(plan)
     plan.add_argument("--compile", action="store_true", help="compile it with the TPU compiler; needs no TPU")
     plan.add_argument("--draw", metavar="FILE", help="draw it: a picture in any format of matplotlib, by the suffix")
     plan.set_defaults(run=_plan)
@@ -235,6 +249,11 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--quick", action="store_true", help="versions and models only; run and compile nothing")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_draft_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draft", default="none", metavar="NAME", help="none, ngram, dspark or a folder (%(default)s)")
+    parser.add_argument("--draft-tokens", type=int, metavar="K", help="tokens drafted in a round (as many as fit)")
 
 
 def _leave_absent_tpus_alone() -> None:

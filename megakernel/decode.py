@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal, overload
 
 from tqdm import tqdm
 
 from megakernel.backends import resolve_backend
 from megakernel.compile_cache import use_compile_cache
+from megakernel.drafting import Draft
 from megakernel.generate import STREAM_TOKENS, Settings, groups, run_group, run_reference
 from megakernel.loading import LoadedModel
 from megakernel.request import Prompt, make_jobs, make_stop
@@ -30,6 +32,8 @@ def decode(
     logprobs: bool = ...,
     seed: int | Sequence[int] | None = ...,
     backend: BackendName = ...,
+    draft: str | Path | Draft = ...,
+    draft_tokens: int | None = ...,
     stream: Literal[False] = ...,
 ) -> Generation: ...
 
@@ -45,6 +49,8 @@ def decode(
     logprobs: bool = ...,
     seed: int | Sequence[int] | None = ...,
     backend: BackendName = ...,
+    draft: str | Path | Draft = ...,
+    draft_tokens: int | None = ...,
     stream: Literal[False] = ...,
 ) -> Generation | list[Generation]: ...
 
@@ -60,6 +66,8 @@ def decode(
     logprobs: bool = ...,
     seed: int | Sequence[int] | None = ...,
     backend: BackendName = ...,
+    draft: str | Path | Draft = ...,
+    draft_tokens: int | None = ...,
     stream: Literal[True],
 ) -> Iterator[Piece]: ...
 
@@ -74,6 +82,8 @@ def decode(
     logprobs: bool = False,
     seed: int | Sequence[int] | None = None,
     backend: BackendName = "auto",
+    draft: str | Path | Draft = "none",
+    draft_tokens: int | None = None,
     stream: bool = False,
 ) -> Generation | list[Generation] | Iterator[Piece]:
     """Decodes prompts, up to 16 together, each generation inside one kernel launch.
@@ -90,6 +100,9 @@ def decode(
         give the same tokens in any batch. Default: drawn anew, and reported in the result.
       backend: "auto" (a TPU if there is one, else "interpret"), "interpret", "simulate" (race detection, slow), "tpu",
         or "reference" (the flax model instead of the kernel).
+      draft: speculative decoding: "none", "ngram" (prompt lookup), "dspark" (the shipped drafter of this model) or the
+        folder of a DSpark checkpoint. It never changes tokens or log-probabilities, only how many come out a round.
+      draft_tokens: drafts verified in a round, at most 15 for one sequence; default: as many as drafter and rows allow.
       stream: yield `Piece`s while decoding, a launch of a few tokens at a time.
 
     Returns:
@@ -102,14 +115,19 @@ def decode(
     """
     jobs, single = make_jobs(model, prompts, max_new_tokens, sampling, seed)
     where, use = make_stop(model, stop), resolve_backend(backend)
-    settings = Settings(where, logprobs, STREAM_TOKENS if stream or where.strings else None)
+    chosen = find_draft(model, draft)
+    if chosen and use.name == "reference":
+        raise ValueError(f"draft = {draft!r}: backend 'reference' decodes token by token; use draft='none'")
+    if chosen is None and draft_tokens is not None:
+        raise ValueError(f"draft_tokens = {draft_tokens} with draft='none'; choose a drafter")
+    settings = Settings(where, logprobs, STREAM_TOKENS if stream or where.strings else None, chosen, draft_tokens)
     use_compile_cache()
 
     def events() -> Iterator[Piece | Generation]:
         if use.name == "reference":
             yield from run_reference(model, jobs, settings)
             return
-        split = list(groups(model, use, jobs))
+        split = list(groups(model, use, jobs, settings))
         for plan, group in tqdm(split, desc="decode", unit="group", disable=None if len(split) > 1 else True):
             yield from run_group(model, use, plan, group, settings)
 
@@ -117,3 +135,14 @@ def decode(
         return (event for event in events() if isinstance(event, Piece))
     found = [event for event in events() if isinstance(event, Generation)]
     return found[0] if single else found
+
+
+def find_draft(model: LoadedModel, draft: str | Path | Draft) -> Draft | None:
+    """What `draft` names, checked against the model; None for "none"."""
+    if isinstance(draft, Draft):
+        draft.drafter.check(model.config)
+        return draft
+    # Drafters are built on this package, so it must not import them until one is asked for.
+    from spec_decode import choose_drafter
+
+    return choose_drafter(draft, model)

@@ -6,6 +6,7 @@ decoding: a draft is only ever compared with the token that the target itself ha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -82,3 +83,11 @@ class Drafter(Protocol):
         `target.lm_head`. The tape is filled from the tensors that `matrices` names.
         """
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A drafter and its tensors, as `decode` takes them."""
+
+    drafter: Drafter
+    weights: Mapping[str, np.ndarray]

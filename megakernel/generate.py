@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 from tqdm import tqdm
 
 from megakernel.backends import Backend
+from megakernel.drafting import Draft
 from megakernel.loading import LoadedModel
 from megakernel.plan import MAX_ROWS, Plan, PlanError, make_plan
 from megakernel.prefill import reference_model, run_prompt
 from megakernel.request import Job, Stop
-from megakernel.result import FinishReason, Generation, NumericsError, Piece, Timing
+from megakernel.result import FinishReason, Generation, NumericsError, Piece, Speculation, Timing
 from megakernel.session import Session, SlotRequest
 from megakernel.text import TextStream
 from model.reference import jit_step
@@ -23,6 +25,8 @@ from model.sampling import sample
 KERNEL_PROMPT = 64
 """Longest prompt that the kernel reads itself; longer ones go through the reference's chunkwise form."""
 _SMALLEST_CONTEXT = 256
+_ROUNDS_TO_JUDGE, _PAYING = 32, 1.15
+"""A drafter that makes fewer tokens a round than this, over so many rounds, is warned about."""
 STREAM_TOKENS = 16
 """New tokens of one launch when text is streamed or stop strings are watched."""
 
@@ -60,7 +64,7 @@ class Progress:
         kept = tuple(logprobs[:count]) if with_logprobs else None
         return Piece(self.job.index, sure, tuple(tokens[:count]), kept, self.finish)
 
-    def generation(self, timing: Timing, with_logprobs: bool) -> Generation:
+    def generation(self, timing: Timing, with_logprobs: bool, speculation: Speculation | None = None) -> Generation:
         assert self.finish is not None
         return Generation(
             text=self.shown,
@@ -70,6 +74,7 @@ class Progress:
             prompt_tokens=self.job.prompt,
             seed=self.job.seed,
             timing=timing,
+            speculation=speculation,
         )
 
 
@@ -80,16 +85,25 @@ class Settings:
     stop: Stop
     with_logprobs: bool
     launch_tokens: int | None  # new tokens of one launch; None: all of them
+    draft: Draft | None = None
+    draft_tokens: int | None = None
+
+    @property
+    def kernel_prompt(self) -> int | None:
+        """Longest prompt that the kernel reads itself; None where the drafter must see every position."""
+        return None if self.draft and self.draft.drafter.taps else KERNEL_PROMPT
 
 
-def groups(model: LoadedModel, backend: Backend, jobs: Sequence[Job]) -> Iterator[tuple[Plan, list[Job]]]:
+def groups(
+    model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings: Settings
+) -> Iterator[tuple[Plan, list[Job]]]:
     """Splits jobs into groups that one plan serves, as many sequences together as fit."""
     left = list(jobs)
     while left:
         size = min(len(left), MAX_ROWS)
         while True:
             try:
-                plan = plan_for(model, backend, left[:size])
+                plan = plan_for(model, backend, left[:size], settings)
                 break
             except PlanError:
                 if size == 1:
@@ -99,10 +113,12 @@ def groups(model: LoadedModel, backend: Backend, jobs: Sequence[Job]) -> Iterato
         left = left[size:]
 
 
-def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job]) -> Plan:
+def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings: Settings | None = None) -> Plan:
     """A plan for these jobs; sizes are rounded up to powers of two, so that few plans are ever compiled."""
     context = max(len(job.prompt) + job.max_new_tokens for job in jobs)
-    steps = max(min(len(job.prompt), KERNEL_PROMPT) + job.max_new_tokens for job in jobs)
+    settings = settings or Settings(Stop((), ()), with_logprobs=False, launch_tokens=None)
+    read = [1 if _is_prefilled(job, settings) else len(job.prompt) for job in jobs]
+    steps = max(length + job.max_new_tokens for length, job in zip(read, jobs, strict=True))
     limit = model.config.max_position_embeddings
     return make_plan(
         model.config,
@@ -110,16 +126,22 @@ def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job]) -> Plan:
         sequences=_power_of_two(len(jobs)),
         context=min(_power_of_two(max(context, _SMALLEST_CONTEXT)), limit),
         launch_steps=_power_of_two(max(steps, _SMALLEST_CONTEXT)),
+        drafter=settings.draft.drafter if settings.draft else None,
+        draft_tokens=settings.draft_tokens,
     )
+
+
+def _is_prefilled(job: Job, settings: Settings) -> bool:
+    return settings.kernel_prompt is not None and len(job.prompt) > settings.kernel_prompt
 
 
 def run_group(
     model: LoadedModel, backend: Backend, plan: Plan, jobs: Sequence[Job], settings: Settings
 ) -> Iterator[Piece | Generation]:
     """Decodes one group; yields pieces launch by launch, then one generation a job."""
-    session = Session(model, plan, backend, settings.stop.tokens)
+    session = Session(model, plan, backend, settings.stop.tokens, settings.draft.weights if settings.draft else None)
     running = [Progress(job, TextStream(model.tokenizer, settings.stop.strings)) for job in jobs]
-    nexts = [_first_request(session, slot, job) for slot, job in enumerate(jobs)]
+    nexts = [_first_request(session, slot, job, settings) for slot, job in enumerate(jobs)]
     while any(progress.finish is None for progress in running):
         requests = [
             dataclasses.replace(request, wanted=_launch_size(progress, settings)) if progress.finish is None else None
@@ -144,13 +166,24 @@ def run_group(
         steps=session.steps,
         tokens=sum(len(progress.tokens) for progress in running),
     )
-    for progress in running:
-        yield progress.generation(timing, settings.with_logprobs)
+    for slot, progress in enumerate(running):
+        speculation = session.speculation(slot, len(progress.tokens))
+        _warn_if_it_does_not_pay(speculation)
+        yield progress.generation(timing, settings.with_logprobs, speculation)
 
 
-def _first_request(session: Session, slot: int, job: Job) -> SlotRequest:
+def _warn_if_it_does_not_pay(speculation: Speculation | None) -> None:
+    if speculation and speculation.rounds >= _ROUNDS_TO_JUDGE and speculation.tokens_per_round < _PAYING:
+        warnings.warn(
+            f"drafter {speculation.drafter!r} made {speculation.tokens_per_round:.2f} tokens a round "
+            f"(1.00 is plain decoding) over {speculation.rounds} rounds; draft='none' may be faster here",
+            stacklevel=2,
+        )
+
+
+def _first_request(session: Session, slot: int, job: Job, settings: Settings) -> SlotRequest:
     given, position = job.prompt, 0
-    if len(given) > KERNEL_PROMPT:
+    if _is_prefilled(job, settings):
         session.prefill(slot, given[:-1])
         given, position = given[-1:], len(given) - 1
     return SlotRequest(given, position, job.prompt, job.max_new_tokens, job.sampling, job.seed)

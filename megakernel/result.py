@@ -17,7 +17,7 @@ class Timing:
       prefill: prompts through the reference model, compilation of it included.
       decode: launches, prompts that the kernel itself reads included.
       launches: kernel launches; 1 unless streaming or stop strings split the generation.
-      steps: steps of all launches.
+      steps: tokens that the longest sequence was taken on by, its prompt included where the kernel read it.
       tokens: new tokens of the whole group.
     """
 
@@ -35,6 +35,36 @@ class Timing:
 
 
 @dataclasses.dataclass(frozen=True)
+class Speculation:
+    """How drafting went for one sequence.
+
+    Attributes:
+      drafter: its name.
+      rounds: rounds that made new tokens.
+      tokens: new tokens of those rounds, the target's own bonus token of each round counted.
+      proposed, accepted: drafts by place in the round, first draft first.
+      draft_share: the drafter's part of the tape that a round streams (computed from the plan, not a time).
+    """
+
+    drafter: str
+    rounds: int
+    tokens: int
+    proposed: tuple[int, ...]
+    accepted: tuple[int, ...]
+    draft_share: float
+
+    @property
+    def tokens_per_round(self) -> float:
+        """New tokens a round, the bonus token counted: 1.0 is plain decoding."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Part of the proposed drafts that was accepted, by place in the round."""
+        return tuple(a / p if p else 0.0 for a, p in zip(self.accepted, self.proposed, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
 class Generation:
     """One decoded sequence.
 
@@ -45,6 +75,7 @@ class Generation:
       logprobs: log-probability of each new token under the model, before temperature and filters; None if not asked.
       prompt_tokens: the prompt as the model saw it.
       seed: with it, the same prompt and sampling give the same tokens again, in any batch.
+      speculation: how drafting went; None without a drafter.
     """
 
     text: str
@@ -54,6 +85,7 @@ class Generation:
     prompt_tokens: tuple[int, ...]
     seed: int
     timing: Timing
+    speculation: Speculation | None = None
 
     def __str__(self) -> str:
         return self.text

@@ -19,7 +19,7 @@ from megakernel.pack import pack
 from megakernel.phases import sample
 from megakernel.plan import Plan
 from megakernel.prefill import prefill_slot
-from megakernel.result import NumericsError
+from megakernel.result import NumericsError, Speculation
 from model.checkpoint import Checkpoint, CheckpointError
 from model.sampling import SamplingParams
 
@@ -73,6 +73,9 @@ class Session:
         self.decode_seconds = 0.0
         self.launches = 0
         self.steps = 0
+        self.rounds = np.zeros(plan.sequences, np.int64)
+        self.proposed = np.zeros((plan.sequences, plan.tokens - 1), np.int64)
+        self.accepted = np.zeros((plan.sequences, plan.tokens - 1), np.int64)
 
     def prefill(self, slot: int, tokens: Sequence[int]) -> None:
         """Fills a slot's caches with a prompt, from position 0, through the reference model's chunkwise form."""
@@ -96,10 +99,27 @@ class Session:
         self.launches += 1
         self.steps += int(found["status"][:, memory.TAKEN].max())
         self.results = found
+        self.rounds += found["status"][:, memory.ROUNDS]
+        self.proposed += found["proposed"][:, 1:]
+        self.accepted += found["accepted"][:, 1:]
         return [
             None if request is None else self._slot_result(slot, request, found)
             for slot, request in enumerate([*requests, *[None] * (self.plan.sequences - len(requests))])
         ]
+
+    def speculation(self, slot: int, tokens: int) -> Speculation | None:
+        """How drafting went in a slot that has made `tokens` new tokens."""
+        plan = self.plan
+        if plan.drafter is None:
+            return None
+        return Speculation(
+            drafter=plan.drafter.name,
+            rounds=int(self.rounds[slot]),
+            tokens=tokens,
+            proposed=tuple(self.proposed[slot].tolist()),
+            accepted=tuple(self.accepted[slot].tolist()),
+            draft_share=1 - plan.draft_start / plan.tape_blocks,
+        )
 
     def _compiled(self, arrays: dict[str, Any]) -> Any:
         key = ("launch", self.plan, self.backend.name)
