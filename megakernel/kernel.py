@@ -79,7 +79,7 @@ def decode_rounds(plan: Plan, refs: SimpleNamespace) -> None:
         embed(step)
         every_layer = functools.partial(layer, step)
         bad_layer = lax.fori_loop(0, plan.config.num_hidden_layers, every_layer, rounds.ALL_FINITE)
-        bad_layer = lm_head(step, bad_layer)
+        lm_head(step)
         alive = rounds.accept(step, bad_layer)
         if plan.drafter:
             plan.drafter.propose(step, number * plan.tape_blocks + plan.draft_start)
@@ -174,7 +174,7 @@ def _keep_tap(step: Step, number: Scalar) -> None:
         refs.taps[jnp.maximum(tap, 0)] = refs.prefix[...]
 
 
-def lm_head(step: Step, bad_layer: Scalar) -> Scalar:
+def lm_head(step: Step) -> None:
     """Output mix, final norm and the logits of the whole vocabulary, in `out_head`."""
     plan, refs, config = step.plan, step.refs, step.plan.config
     step.table = step.number * (config.num_hidden_layers + 1) + config.num_hidden_layers
@@ -185,8 +185,6 @@ def lm_head(step: Step, bad_layer: Scalar) -> Scalar:
     logits, _ = step.linear(first_block, step.norm(mixture, "final_norm"), "head")
     if plan.keep_logits:
         stream.Logits(refs.step_logits, logits, refs.logits_done).write(step.number)
-    finite = _finite(step, logits[:, : config.vocab_size])
-    return jnp.minimum(bad_layer, jnp.where(finite, rounds.ALL_FINITE, config.num_hidden_layers))
 
 
 def settle(step: Step) -> None:

@@ -14,7 +14,7 @@ from jax import lax
 from megakernel.memory import COMMIT, COUNT, POSITION
 from megakernel.phases import experts as experts_phase
 from megakernel.phases import ffn, kda, mla, route
-from megakernel.phases.linear import linear, rounded
+from megakernel.phases.linear import linear, rounded, whole_tiles
 from megakernel.phases.mix import rms_norm
 from megakernel.plan import Plan
 from megakernel.program import kda_vectors
@@ -80,7 +80,11 @@ class Step:
         found = self.plan.matrices[matrix]
         width = next(c.width for c in found.columns if c.name == column)
         start = found.offset(column)
-        return rounded(self.plan, out[:, start : start + width])
+        return rounded(self.plan, self.rows_of(out, start, width))
+
+    def rows_of(self, out: Ref, start: int, width: int) -> jax.Array:
+        """Lanes of a product's output; rows that it did not compute are zero.  # [rows, width] f32"""
+        return whole_tiles([out[: self.plan.product_rows, start : start + width]], self.plan.rows)
 
     def has_written(self, layer: Scalar) -> Scalar:
         """Whether a cache window of this kind was written back earlier in the launch."""
@@ -205,7 +209,7 @@ def moe_ffn(step: Step, index: Scalar, moe_layer: Scalar, x: jax.Array) -> jax.A
     routed, index = step.linear(index, x, "route")
     router = step.plan.matrices["route"].columns[0].padded
     bias = step.vector("router_bias", config.num_experts)
-    refs.expert_weights[...] = route.expert_weights(plan, routed[:, :router], bias, step.active())
+    refs.expert_weights[...] = route.expert_weights(plan, step.rows_of(routed, 0, router), bias, step.active())
     count = route.start_experts(plan, refs.expert_weights[...], moe_layer, step.experts, refs.chosen_experts)
     latent = step.take(routed, "route", "latent") if config.latent_experts else x
     refs.expert_input[...] = latent.astype(plan.activations)

@@ -59,7 +59,7 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
         "prefix": Buffer((rows, hidden), "float32"),
         "snapshots": Buffer((max(config.num_snapshots, 1), rows, hidden), "float32"),
         "operand": Buffer((rows, plan.operand_width), activations),
-        "scaled_logits": Buffer((rows, plan.output_width(plan.matrices["head"])), "float32"),
+        "scaled_logits": Buffer((1, plan.output_width(plan.matrices["head"])), "float32"),
         **{f"out_{name}": Buffer((rows, plan.output_width(m)), "float32") for name, m in plan.matrices.items()},
     }
     if config.kda_layers:
@@ -106,6 +106,7 @@ def smem_scratch(plan: Plan) -> dict[str, Buffer]:
         "current": Buffer((6, plan.sequences), "int32"),
         "window": Buffer((plan.live_rows,), "int32"),
         "drafts": Buffer((plan.live_rows,), "int32"),
+        "bad_layer": Buffer((1,), "int32"),
         "row_tokens": Buffer((plan.live_rows,), "int32"),
         "row_logprobs": Buffer((plan.live_rows,), "float32"),
     }
@@ -168,14 +169,14 @@ def cache_buffers(plan: Plan) -> dict[str, Buffer]:
 
 
 def request_buffers(plan: Plan) -> dict[str, Buffer]:
-    """What the host writes for one launch. The first three live in SMEM, the others in VMEM."""
+    """What the host writes for one launch: small numbers in SMEM, what the drafter asks for in VMEM."""
     own = plan.drafter.request(plan) if plan.drafter else {}
     return own | {
         "tokens": Buffer((plan.sequences, plan.launch_steps), "int32"),
         "request": Buffer((plan.sequences, 3), "int32"),
         "stop_tokens": Buffer((MAX_STOP_TOKENS,), "int32"),
-        "sampling_floats": Buffer((plan.rows, LANES), "float32"),
-        "sampling_ints": Buffer((plan.rows, LANES), "int32"),
+        "sampling_floats": Buffer((plan.sequences, 3), "float32"),
+        "sampling_ints": Buffer((plan.sequences, 3), "int32"),
     }
 
 
@@ -195,7 +196,7 @@ def result_buffers(plan: Plan) -> dict[str, Buffer]:
     return buffers
 
 
-SMEM_REQUEST = ("tokens", "request", "stop_tokens")
+SMEM_REQUEST = ("tokens", "request", "stop_tokens", "sampling_floats", "sampling_ints")
 SMEM_RESULT = ("new_tokens", "logprobs", "status", "accepted", "proposed", "round_tokens")
 
 

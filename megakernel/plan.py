@@ -90,6 +90,11 @@ class Plan:
         return max(self.target.min_row_tile, round_up(self.live_rows, 8))
 
     @property
+    def product_rows(self) -> int:
+        """Rows that products compute: the live ones, or the fewest that the target allows."""
+        return max(self.target.min_product_rows, self.live_rows)
+
+    @property
     def group_positions(self) -> int:
         """Cache positions of the tiles that hold one round's tokens of a sequence."""
         return POSITION_GROUP if self.tokens == 1 else 2 * POSITION_GROUP

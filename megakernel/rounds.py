@@ -10,11 +10,12 @@ the same noise is coupled to the target (Gumbel coupling, Daliri et al., arXiv 2
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from megakernel import memory
+from megakernel.control import when
 from megakernel.layers import Step
 from megakernel.memory import (
     ACTIVE,
@@ -37,7 +38,7 @@ from megakernel.memory import (
     WANTED,
 )
 from megakernel.phases import sample
-from megakernel.stream import Scalar
+from megakernel.stream import Scalar, quotient
 
 ALL_FINITE = 1 << 20
 """More than any layer's number."""
@@ -88,35 +89,39 @@ def fill_window(step: Step) -> None:
 def accept(step: Step, bad_layer: Scalar) -> Scalar:
     """Chooses every row's next token, accepts what agrees and emits it; returns how many sequences go on."""
     plan, refs = step.plan, step.refs
-    position = step.row_column(lambda t, sequence: step.current(POSITION, sequence) + t + 1)
-    chosen = sample.choose_tokens(
-        plan, refs.out_head, refs.scaled_logits, refs.sampling_floats[...], refs.sampling_ints[...], position
-    )
-    tokens = _with_given(step, chosen)
-    logprobs = sample.log_probability(plan, refs.out_head, tokens)
-    row = lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
+    refs.bad_layer[0] = bad_layer
 
-    def to_scalars(i: Scalar, _: None) -> None:
-        refs.row_tokens[i] = jnp.max(jnp.where(row == i, tokens, -1))
-        refs.row_logprobs[i] = jnp.max(jnp.where(row == i, logprobs, -jnp.inf))
+    def one_row(row: Scalar, _: None) -> None:
+        sequence, token = lax.rem(row, jnp.int32(plan.sequences)), quotient(row, plan.sequences)
 
-    lax.fori_loop(0, plan.live_rows, to_scalars, None)
+        @when(token < refs.current[COUNT, sequence])
+        def choose() -> None:
+            _choose(step, row, sequence, token)
+
+    lax.fori_loop(0, plan.live_rows, one_row, None)
+    bad_layer = refs.bad_layer[0]
     return lax.fori_loop(
         0, plan.sequences, lambda sequence, alive: alive + _accept_sequence(step, sequence, bad_layer), jnp.int32(0)
     )
 
 
-def _with_given(step: Step, chosen: jax.Array) -> jax.Array:
-    """The next token of each row: the given one where the prompt goes on, else the chosen one.  # [rows, 1] i32"""
+def _choose(step: Step, row: Scalar, sequence: Scalar, token: Scalar) -> None:
+    """The token after a row and its log-probability: the given one where the prompt goes on, else a drawn one."""
     plan, refs = step.plan, step.refs
+    logits = refs.out_head[pl.ds(row, 1)]  # [1, lanes]
+    infinite = jnp.where(jnp.abs(logits[:, : plan.config.vocab_size]) < jnp.inf, 0.0, 1.0)
+    last_layer = jnp.where(jnp.sum(infinite) > 0.0, plan.config.num_hidden_layers, ALL_FINITE)
+    refs.bad_layer[0] = jnp.minimum(refs.bad_layer[0], last_layer)
 
-    def given(t: int, sequence: int) -> Scalar:
-        following = refs.status[sequence, TAKEN] + t + 1
-        known = refs.tokens[sequence, jnp.minimum(following, plan.launch_steps - 1)]
-        return jnp.where(following < refs.request[sequence, GIVEN], known, -1)
-
-    forced = step.row_column(given, padding=-1)
-    return jnp.where(forced >= 0, forced, chosen)
+    logits = sample.masked_logits(plan, logits)
+    sampling = sample.RowSampling.of(refs.sampling_floats, refs.sampling_ints, sequence)
+    position = refs.current[POSITION, sequence] + token + 1
+    chosen = sample.choose_token(logits, refs.scaled_logits, sampling, position)
+    following = refs.status[sequence, TAKEN] + token + 1
+    given = refs.tokens[sequence, jnp.minimum(following, plan.launch_steps - 1)]
+    chosen = jnp.where(following < refs.request[sequence, GIVEN], given, chosen)
+    refs.row_tokens[row] = chosen
+    refs.row_logprobs[row] = sample.log_probability(logits, chosen)
 
 
 def _accept_sequence(step: Step, sequence: Scalar, bad_layer: Scalar) -> Scalar:

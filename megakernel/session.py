@@ -170,13 +170,12 @@ def _request_arrays(
             len(request.given),
             request.wanted,
         )
-        rows = slice(slot, plan.live_rows, plan.sequences)  # every row of this sequence
-        floats, ints = arrays["sampling_floats"][rows], arrays["sampling_ints"][rows]
-        floats[:, sample.TEMPERATURE] = request.sampling.temperature
-        floats[:, sample.TOP_P], floats[:, sample.MIN_P] = request.sampling.top_p, request.sampling.min_p
-        ints[:, sample.TOP_K] = request.sampling.top_k
+        floats, ints = arrays["sampling_floats"][slot], arrays["sampling_ints"][slot]
+        floats[sample.TEMPERATURE] = request.sampling.temperature
+        floats[sample.TOP_P], floats[sample.MIN_P] = request.sampling.top_p, request.sampling.min_p
+        ints[sample.TOP_K] = request.sampling.top_k
         seed = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32], np.uint32).view(np.int32)
-        ints[:, sample.SEED_LOW], ints[:, sample.SEED_HIGH] = seed
+        ints[sample.SEED_LOW], ints[sample.SEED_HIGH] = seed
     return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 

@@ -23,7 +23,8 @@ class Target:
       hbm_bytes_per_s: peak bandwidth of one core's memory; None where no such figure means anything.
       activations: number format in which activations are rounded between phases.
       weights: number format of the tape and the embedding table.
-      min_row_tile: rows of the smallest tile that the matrix unit takes in `activations`.
+      min_row_tile: rows of the tile that everything but products computes on, at least.
+      min_product_rows: fewest rows of a product; from there on a row's result does not depend on how many there are.
       lane_aligned: whether array slices must begin at multiples of 128 lanes.
     """
 
@@ -36,6 +37,7 @@ class Target:
     activations: Number
     weights: Number
     min_row_tile: int
+    min_product_rows: int
     lane_aligned: bool
 
 
@@ -50,6 +52,7 @@ def _tpu(name: str, topology: str, vmem_mib: int, hbm_gb: float, hbm_gb_per_s: f
         activations="bfloat16",
         weights="bfloat16",
         min_row_tile=16,
+        min_product_rows=16,
         lane_aligned=True,
     )
 
@@ -67,6 +70,7 @@ CPU = Target(
     activations="float32",
     weights="float32",
     min_row_tile=16,
+    min_product_rows=2,
     lane_aligned=False,
 )
 

@@ -25,23 +25,24 @@ def run_experts(
       count: distinct experts listed in `chosen`.
       weights: [rows, lanes] f32, zero where a row did not choose the expert.
       x: [rows, latent] in the activation format.
-      total: [rows, latent lanes] f32, receives the weighted sum.
+      total: [rows, latent lanes] f32, receives the weighted sum in its first `plan.product_rows` rows.
     """
+    rows = plan.product_rows
     total[...] = jnp.zeros(total.shape, jnp.float32)
 
     def one(order: Scalar, _: None) -> None:
         expert = chosen[order]
         gate_up, down = experts.take(order, moe_layer, expert)
-        y = expert_output(plan, x[...], gate_up[...], down[...])
+        y = expert_output(plan, x[:rows], gate_up[...], down[...])
         ahead = order + plan.expert_slots
 
         @when(ahead < count)
         def start_next() -> None:
             experts.start(ahead, moe_layer, chosen[ahead])
 
-        lane = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
-        share = jnp.sum(jnp.where(lane == expert, weights[...], 0.0), axis=-1, keepdims=True)  # [rows, 1]
-        total[...] += jnp.where(share > 0.0, share * y, 0.0)
+        lane = lax.broadcasted_iota(jnp.int32, (rows, weights.shape[1]), 1)
+        share = jnp.sum(jnp.where(lane == expert, weights[:rows], 0.0), axis=-1, keepdims=True)  # [product rows, 1]
+        total[:rows] += jnp.where(share > 0.0, share * y, 0.0)
 
     lax.fori_loop(0, count, one, None)
 

@@ -49,26 +49,27 @@ def linear(plan: Plan, tape: Tape, index: Scalar, x: jax.Array, matrix: Matrix, 
 
     Args:
       x: [rows, groups * k] f32; stored in `operand` in the activation format, k padded with zeros.
-      out: [rows, groups * group_width] f32, the sums as they are; whoever reads them rounds.
+      out: [rows, groups * group_width] f32, receives the sums as they are in its first `plan.product_rows` rows;
+        whoever reads them rounds.
     """
     tiling = plan.tiling(matrix)
     _store_operand(plan, x, matrix, operand)
 
     def inputs(group: Scalar | int, start: Scalar | int, size: int) -> jax.Array:
-        return operand[:, lanes(group * tiling.k_padded + start, size)]
+        return operand[: plan.product_rows, lanes(group * tiling.k_padded + start, size)]
 
     def store(tile: Scalar | int, product: jax.Array) -> None:
-        out[:, lanes(tile * plan.block_n, plan.block_n)] = product
+        out[: plan.product_rows, lanes(tile * plan.block_n, plan.block_n)] = product
 
     def long_tile(tile: Scalar | int) -> None:
         def add_block(step: Scalar | int, total: jax.Array) -> jax.Array:
             at = index + tile * tiling.k_tiles + step
             x_part = inputs(quotient(tile, tiling.tiles_per_group), step * plan.block_k, plan.block_k)
-            total = total + dot(x_part, tape.take(at)[...])  # [rows, block_n]
+            total = total + dot(x_part, tape.take(at)[...])  # [product rows, block_n]
             tape.give_back(at)
             return total
 
-        zero = jnp.zeros((plan.rows, plan.block_n), jnp.float32)
+        zero = jnp.zeros((plan.product_rows, plan.block_n), jnp.float32)
         store(tile, _fold_over(tiling.k_tiles, add_block, zero))
 
     def folded_block(block: Scalar | int) -> None:

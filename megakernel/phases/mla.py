@@ -40,11 +40,14 @@ def store_queries(plan: Plan, absorbed: Ref, query: Ref, queries: Ref) -> None:
     config = plan.config
     matrix = plan.matrices["mla_in" if config.q_lora_rank is None else "mla_query"]
     stride, split = plan.group_width(plan.matrices["mla_absorb"]), round_up(config.kv_lora_rank, LANES)
+    rows = plan.product_rows
     queries[...] = jnp.zeros(queries.shape, queries.dtype)
     for head in range(config.num_attention_heads):
         extra = matrix.offset(f"extra{head}")
-        queries[:, head, : config.kv_lora_rank] = absorbed[:, head * stride :][:, : config.kv_lora_rank]
-        queries[:, head, split : split + config.qk_rope_head_dim] = query[:, extra : extra + config.qk_rope_head_dim]
+        latent = slice(head * stride, head * stride + config.kv_lora_rank)
+        queries[:rows, head, : config.kv_lora_rank] = absorbed[:rows, latent]
+        width = config.qk_rope_head_dim
+        queries[:rows, head, split : split + width] = query[:rows, extra : extra + width]
 
 
 def merge_into_groups(plan: Plan, fresh: Ref, positions: list[Scalar], counts: list[Scalar], groups: Ref) -> None:
@@ -160,6 +163,7 @@ def attention_output(plan: Plan, values: Ref, gate: jax.Array | None) -> jax.Arr
     """Heads side by side, times sigmoid(gate).  # values [rows, heads * group width] f32 -> [rows, heads * v] f32"""
     config = plan.config
     stride = plan.group_width(plan.matrices["mla_value"])
-    heads = [values[:, h * stride : h * stride + config.v_head_dim] for h in range(config.num_attention_heads)]
-    out = rounded(plan, jnp.concatenate(heads, axis=-1))
+    rows, dim = plan.product_rows, config.v_head_dim
+    heads = [values[:rows, h * stride : h * stride + dim] for h in range(config.num_attention_heads)]
+    out = rounded(plan, whole_tiles([jnp.concatenate(heads, axis=-1)], plan.rows))
     return out if gate is None else rounded(plan, out * rounded(plan, jax.nn.sigmoid(gate)))

@@ -6,11 +6,13 @@ within what is left reaches p. Equal logits rank by lowest index. Adding Gumbel 
 from the softmax of what is kept (Gumbel 1954; Maddison et al., arXiv 1411.0030).
 
 Ranks are never sorted: a threshold is found by bisection on the bits of the float, and ties on it by bisection on the
-index, so every pass is a masked sum over the vocabulary.
+index, so every pass is a masked sum over the vocabulary. Rows are sampled one by one, in an array of one row, so that a
+row's sums do not depend on its neighbours.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -20,7 +22,7 @@ from jax import lax
 from megakernel.control import when
 from megakernel.phases.random import gumbel, threefry2x32
 from megakernel.plan import Plan
-from megakernel.stream import Ref
+from megakernel.stream import Ref, Scalar
 
 TEMPERATURE, TOP_P, MIN_P = range(3)
 """Lanes of the `sampling_floats` request."""
@@ -29,91 +31,97 @@ TOP_K, SEED_LOW, SEED_HIGH = range(3)
 _LOWEST_KEY = -(2**31)
 
 
-def choose_tokens(
-    plan: Plan, logits: Ref, scratch: Ref, floats: jax.Array, ints: jax.Array, positions: jax.Array
-) -> jax.Array:
-    """The next token of every row.
+@dataclasses.dataclass(frozen=True)
+class RowSampling:
+    """What one sequence asked for; all scalars. Temperature 0 is greedy, top_k 0 keeps all."""
+
+    temperature: Scalar
+    top_p: Scalar
+    min_p: Scalar
+    top_k: Scalar
+    seed: tuple[Scalar, Scalar]
+
+    @classmethod
+    def of(cls, floats: Ref, ints: Ref, sequence: Scalar | int) -> RowSampling:
+        """Reads the requests of one sequence from SMEM."""
+        seed = tuple(ints[sequence, lane].astype(jnp.uint32) for lane in (SEED_LOW, SEED_HIGH))
+        temperature, top_p, min_p = (floats[sequence, lane] for lane in (TEMPERATURE, TOP_P, MIN_P))
+        return cls(temperature, top_p, min_p, ints[sequence, TOP_K], seed)
+
+
+def choose_token(logits: jax.Array, scratch: Ref, sampling: RowSampling, position: Scalar) -> Scalar:
+    """The next token of one row.
 
     Args:
-      logits: [rows, lanes] f32, vocabulary first; scratch: the same shape, overwritten.
-      floats, ints: [rows, 128], see the lane names above; temperature 0 is greedy; top_k 0 keeps all.
-      positions: [rows, 1] i32, position that the new token will have in its sequence.
+      logits: [1, lanes] f32 from `masked_logits`; scratch: the same shape, overwritten.
+      position: that the new token will have in its sequence.
     Returns:
-      [rows, 1] i32
+      [] i32
     """
-    scratch[...] = masked_logits(plan, logits)
-    temperature = floats[:, TEMPERATURE : TEMPERATURE + 1]
-    sampled = temperature > 0.0
+    scratch[...] = logits
 
-    @when(jnp.max(temperature) > 0.0)
+    @when(sampling.temperature > 0.0)
     def draw() -> None:
-        scaled = jnp.where(sampled, scratch[...] / jnp.where(sampled, temperature, 1.0), scratch[...])
-        scratch[...] = scaled
-        _filter(scratch, floats, ints)
-        scratch[...] += jnp.where(sampled, _noise(plan, ints, positions, scratch.shape), 0.0)
+        scratch[...] = scratch[...] / sampling.temperature
+        _filter(scratch, sampling)
+        scratch[...] += _noise(sampling, position, scratch.shape)
 
     return argmax(scratch[...])
 
 
-def masked_logits(plan: Plan, logits: Ref) -> jax.Array:
+def masked_logits(plan: Plan, logits: jax.Array) -> jax.Array:
+    """-inf past the vocabulary.  # [1, lanes] f32"""
     lane = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return jnp.where(lane < plan.config.vocab_size, logits[...], -jnp.inf)
+    return jnp.where(lane < plan.config.vocab_size, logits, -jnp.inf)
 
 
-def argmax(x: jax.Array) -> jax.Array:
-    """Lowest index of the maximum.  # [rows, n] -> [rows, 1] i32"""
+def argmax(x: jax.Array) -> Scalar:
+    """Lowest index of the maximum.  # [1, n] -> [] i32"""
     lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    best = jnp.max(x, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(x == best, lane, x.shape[1]), axis=-1, keepdims=True)
+    return jnp.min(jnp.where(x == jnp.max(x), lane, x.shape[1] - 1))
 
 
-def log_probability(plan: Plan, logits: Ref, tokens: jax.Array) -> jax.Array:
-    """log softmax of the raw logits at `tokens`.  # tokens [rows, 1] i32 -> [rows, 1] f32"""
-    x = masked_logits(plan, logits)
-    lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    highest = jnp.max(x, axis=-1, keepdims=True)
-    total = jnp.sum(jnp.exp(x - highest), axis=-1, keepdims=True)
-    at_token = jnp.sum(jnp.where(lane == tokens, x, 0.0), axis=-1, keepdims=True)
-    return at_token - highest - jnp.log(total)
+def log_probability(logits: jax.Array, token: Scalar) -> Scalar:
+    """log softmax of the raw logits at `token`.  # logits [1, lanes] f32 from `masked_logits` -> [] f32"""
+    lane = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    highest = jnp.max(logits)
+    total = jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True)
+    at_token = jnp.sum(jnp.where(lane == token, logits, 0.0), axis=-1, keepdims=True)
+    return jnp.max(at_token - highest - jnp.log(total))
 
 
-def _noise(plan: Plan, ints: jax.Array, positions: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    low, high = (ints[:, lane : lane + 1].astype(jnp.uint32) for lane in (SEED_LOW, SEED_HIGH))
+def _noise(sampling: RowSampling, position: Scalar, shape: tuple[int, ...]) -> jax.Array:
     entry = lax.broadcasted_iota(jnp.int32, shape, 1).astype(jnp.uint32)
-    position = jnp.broadcast_to(positions, shape).astype(jnp.uint32)
-    bits, _ = threefry2x32((low, high), (position, entry))
+    bits, _ = threefry2x32(sampling.seed, (jnp.full(shape, position, jnp.int32).astype(jnp.uint32), entry))
     return gumbel(bits)
 
 
-def _filter(scaled: Ref, floats: jax.Array, ints: jax.Array) -> None:
-    """Sets what min-p, top-k and top-p drop to -inf, in that order; each filter runs only if some row asks for it."""
-    min_p, top_p = floats[:, MIN_P : MIN_P + 1], floats[:, TOP_P : TOP_P + 1]
-    top_k = ints[:, TOP_K : TOP_K + 1]
+def _filter(scaled: Ref, sampling: RowSampling) -> None:
+    """Sets what min-p, top-k and top-p drop to -inf, in that order; a filter runs only if it is asked for."""
 
-    @when(jnp.max(min_p) > 0.0)
+    @when(sampling.min_p > 0.0)
     def drop_unlikely() -> None:
         x = scaled[...]
-        unlikely = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True)) < min_p
-        scaled[...] = jnp.where(unlikely, -jnp.inf, x)
+        scaled[...] = jnp.where(jnp.exp(x - jnp.max(x)) < sampling.min_p, -jnp.inf, x)
 
-    @when(jnp.max(top_k) > 0)
+    @when(sampling.top_k > 0)
     def keep_likeliest() -> None:
         x = scaled[...]
-        quota = jnp.where(top_k > 0, top_k, x.shape[1]).astype(jnp.float32)
+        quota = jnp.full((1, 1), sampling.top_k, jnp.int32).astype(jnp.float32)
         scaled[...] = jnp.where(_within_quota(x, jnp.ones(x.shape, jnp.float32), quota), x, -jnp.inf)
 
-    @when(jnp.min(top_p) < 1.0)
+    @when(sampling.top_p < 1.0)
     def keep_nucleus() -> None:
         x = scaled[...]
-        mass = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
-        quota = jnp.where(top_p < 1.0, top_p * jnp.sum(mass, axis=-1, keepdims=True), jnp.inf)
+        mass = jnp.exp(x - jnp.max(x))
+        quota = sampling.top_p * jnp.sum(mass, axis=-1, keepdims=True)
         scaled[...] = jnp.where(_within_quota(x, mass, quota), x, -jnp.inf)
 
 
 def _within_quota(x: jax.Array, mass: jax.Array, quota: jax.Array) -> jax.Array:
     """Entries such that the mass of all entries ranked before them is below the quota.
 
-    Rank: larger x first, then lower index. All [rows, n] f32, quota [rows, 1] f32.
+    Rank: larger x first, then lower index. All [1, n] f32, quota [1, 1] f32.
     """
     key = sortable(x)
 

@@ -115,8 +115,7 @@ class DSparkDrafter:
             "draft_read": Buffer((rows, own.num_heads, own.head_dim), "float32"),
             "draft_page": Buffer((2, plan.page, lanes), plan.activations),
             "draft_group": Buffer((plan.sequences, plan.group_positions, lanes), plan.activations),
-            "draft_logits": Buffer((rows, self._vocabulary(plan)), "float32"),
-            "draft_scaled": Buffer((rows, self._vocabulary(plan)), "float32"),
+            "draft_scaled": Buffer((1, self._vocabulary(plan)), "float32"),
         }
 
     def weights(self, plan: Plan) -> dict[str, Buffer]:

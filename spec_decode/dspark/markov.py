@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megakernel.layers import Step, column
+from megakernel.layers import Step
 from megakernel.memory import POSITION, TOKEN
 from megakernel.phases import sample
 from megakernel.phases.linear import dot, whole_tiles
@@ -22,25 +22,18 @@ from spec_decode.dspark.config import DSparkConfig
 def draft_left_to_right(config: DSparkConfig, step: Step) -> None:
     """Writes `drafts[k * sequences + s]` for every slot k."""
     plan, refs = step.plan, step.refs
-    sequences, rows = plan.sequences, plan.rows
+    sequences = plan.sequences
     previous = step.all_current(TOKEN)
-    positions = column(step.all_current(POSITION), rows)
-    row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    positions = step.all_current(POSITION)
+    samplings = [sample.RowSampling.of(refs.sampling_floats, refs.sampling_ints, s) for s in range(sequences)]
     for slot in range(plan.tokens - 1):
         bias = _bias(step, previous)  # [rows, vocabulary lanes]
-        base = refs.out_draft_head[slot * sequences : (slot + 1) * sequences]
-        refs.draft_logits[...] = whole_tiles([base], rows) + bias
-        chosen = sample.choose_tokens(
-            plan,
-            refs.draft_logits,
-            refs.draft_scaled,
-            refs.sampling_floats[...],
-            refs.sampling_ints[...],
-            positions + slot + 1,
-        )
-        previous = [jnp.max(jnp.where(row == sequence, chosen, 0)) for sequence in range(sequences)]
-        for sequence, token in enumerate(previous):
-            refs.drafts[slot * sequences + sequence] = token
+        for sequence in range(sequences):
+            row = slot * sequences + sequence
+            logits = sample.masked_logits(plan, refs.out_draft_head[row : row + 1] + bias[sequence : sequence + 1])
+            token = sample.choose_token(logits, refs.draft_scaled, samplings[sequence], positions[sequence] + slot + 1)
+            refs.drafts[row] = token
+            previous[sequence] = token
 
 
 def _bias(step: Step, previous: list[Scalar]) -> jax.Array:
