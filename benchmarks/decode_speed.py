@@ -101,7 +101,7 @@ def _plan(model: LoadedModel, sequences: int, tokens: int, depth: int | None) ->
 def _kernel_run(model: LoadedModel, plan: Plan, tokens: int) -> Callable[[], tuple[int, float]]:
     """One launch that decodes `tokens` new tokens of every sequence, greedily; nothing stops it earlier."""
     session = Session(model, plan, resolve_backend("interpret"))
-    request = SlotRequest(_PROMPT, 0, tokens, SamplingParams(), 0)
+    request = _request(tokens)
 
     def run() -> tuple[int, float]:
         session.caches = jax.tree.map(jnp.zeros_like, session.caches)
@@ -110,6 +110,10 @@ def _kernel_run(model: LoadedModel, plan: Plan, tokens: int) -> Callable[[], tup
         return sum(len(result.tokens) for result in results if result), session.decode_seconds - before
 
     return run
+
+
+def _request(tokens: int) -> SlotRequest:
+    return SlotRequest(given=_PROMPT, position=0, known=_PROMPT, wanted=tokens, sampling=SamplingParams(), seed=0)
 
 
 def _reference_run(model: LoadedModel, tokens: int) -> Callable[[], tuple[int, float]]:
@@ -149,7 +153,7 @@ def _print_compile_times(options: argparse.Namespace) -> None:
 def _compile_once(options: argparse.Namespace) -> None:
     model = load(options.model)
     session = Session(model, _plan(model, 1, options.tokens, None), resolve_backend("interpret"))
-    session.launch([SlotRequest(_PROMPT, 0, 1, SamplingParams(), 0)])
+    session.launch([_request(1)])
     print(session.compile_seconds)
 
 

@@ -138,8 +138,8 @@ def _speed(plan: Plan | None, rate: float | None) -> str:
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Bytes of weights that one step of one sequence multiplies by, wherever they lie: tape, vectors and experts."""
-    return plan.tape_bytes + plan.step_bytes["vectors"] + plan.step_bytes["experts"] // plan.sequences
+    """Bytes of weights that one row of a step multiplies by, wherever they lie: tape, vectors and experts."""
+    return plan.tape_bytes + plan.step_bytes["vectors"] + plan.step_bytes["experts"] // plan.live_rows
 
 
 def _print_logprobs(model: LoadedModel, done: _Done) -> None:

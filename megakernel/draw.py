@@ -1,7 +1,7 @@
 """A plan as a picture: the tape, VMEM, and what is in flight when. Needs matplotlib (the extra `notebooks`).
 
-Everything is computed from the plan. Colours are those of Okabe and Ito, which colour-blind readers can tell apart;
-copies are also told apart by hatching.
+Everything is computed from the plan. The colours are those of Okabe and Ito (one is Tol's), which colour-blind readers
+can tell apart; copies are also told apart by hatching.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megakernel import program
 from megakernel.plan import Plan
 from megakernel.report import plural, size
-from megakernel.timeline import Copy, Family, Work, copies_of, family_of, layer_boundary, token_boundary, work_of
+from megakernel.timeline import Copy, Family, Work, copies_of, family_of, layer_boundary, round_boundary, work_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,10 +26,11 @@ COLOURS: dict[Family, str] = {
     "shared experts": "#E69F00",
     "routed experts": "#D55E00",
     "LM head": "#009E73",
+    "drafter": "#882255",
     "other": "#8C8C8C",
 }
 _INK = "#222222"
-_LANES = ("ring", "experts", "KDA state", "conv tails", "MLA tile", "MLA pages", "vectors", "embedding")
+_LANES = ("ring", "experts", "KDA state", "conv tails", "replay rows", "MLA tile", "MLA pages", "vectors", "embedding")
 _LIGHT = ("routing", "MLA", "shared experts", "dense FFN")
 _MOST_LABELS = 10
 _MOST_CELLS = 400
@@ -40,7 +41,7 @@ _GROUPS = (
     ("ring", ("ring",)),
     ("expert slots", ("expert_",)),
     ("logits", ("out_head", "scaled_logits")),
-    ("KDA windows", ("state", "tails", "kda_")),
+    ("KDA windows", ("state", "tails", "kda_", "trial_state", "pending")),
     ("MLA windows", ("page", "latent_group", "fresh", "queries", "contexts")),
     ("outputs of products", ("out_",)),
     ("residual stream", ("prefix", "snapshots", "operand")),
@@ -64,9 +65,9 @@ def draw_plan(plan: Plan) -> Figure:
     )
     draw_tape(tape, plan)
     draw_vmem(vmem, plan)
-    work = work_of(plan, steps=2)
+    work = work_of(plan, rounds=2)
     draw_timeline(layers, plan, work, layer_boundary(plan, work), "In flight around a layer boundary")
-    draw_timeline(tokens, plan, work, token_boundary(work), "In flight around a token boundary")
+    draw_timeline(tokens, plan, work, round_boundary(work), "In flight around the end of a round")
     present = dict.fromkeys(item.family for item in work)
     handles = [_patch(COLOURS[family], family) for family in COLOURS if family in present and family != "other"]
     handles += [
@@ -171,7 +172,7 @@ def draw_timeline(axes: Axes, plan: Plan, work: Sequence[Work], centre: int, tit
     ticks = {i + 0.5: str(block) for i, block in blocks.items() if block is not None and block % 5 == 0}
     axes.set_xticks(list(ticks), list(ticks.values()), fontsize=7)
     axes.set_xlabel("block of the endless tape (order of work, not time)", fontsize=9)
-    begins = f"step {work[centre].step}" if work[centre].name == "embed" else f"layer {work[centre].layer}"
+    begins = f"round {work[centre].round}" if work[centre].name == "embed" else f"layer {work[centre].layer}"
     axes.set_title(f"{title}: {begins} begins at the line", loc="left", fontsize=10, color=_INK)
     _bare(axes)
 
@@ -211,7 +212,8 @@ def _tape_order(plan: Plan) -> Iterator[tuple[int, program.Matrix]]:
             yield layer, matrix
         for matrix in program.ffn_matrices(plan.config, layer):
             yield layer, matrix
-    for matrix in program.head_matrices(plan.config):
+    drafts = plan.drafter.matrices() if plan.drafter else ()
+    for matrix in (*program.head_matrices(plan.config), *drafts):
         yield plan.config.num_hidden_layers, matrix
 
 

@@ -58,8 +58,11 @@ def _heading(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"  rows     {plural(plan.sequences, 'sequence')} in a tile of {plan.rows} rows; {plan.context:,} positions "
-        f"in pages of {plan.page}; at most {plan.launch_steps:,} steps a launch"
+        f"in pages of {plan.page}; at most {plan.launch_steps:,} tokens a launch"
     )
+    if plan.drafter:
+        drafts = plural(plan.tokens - 1, "token")
+        yield f"  drafter  {plan.drafter.name}: {drafts} drafted and verified a round, {plural(plan.live_rows, 'row')}"
     yield (
         f"  tape     {plural(plan.tape_blocks, 'block')} of {plan.block_k} x {plan.block_n} {number[plan.weights]} "
         f"({size(plan.block_bytes)}), {size(plan.tape_bytes)}; {fill:.1%} filled with weights"
@@ -103,7 +106,7 @@ def _step(plan: Plan) -> Iterator[str]:
     assert plan.target.hbm_bytes_per_s is not None
     yield (
         f"Floor of a step (predicted: bytes / {plan.target.hbm_bytes_per_s / 1e9:,.0f} GB/s): {duration(floor)}, "
-        f"so at most {plan.sequences / floor:,.0f} tokens/s."
+        f"so at most {plan.live_rows / floor:,.0f} tokens/s" + (" if every draft is accepted." if plan.drafter else ".")
     )
     yield "Computing, latencies and whatever does not overlap come on top; no TPU was measured."
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from megakernel.plan import Plan
@@ -17,6 +17,7 @@ KERNEL_NAME = "decode_launch"
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?P<mark>[A-Z]{2})?\s*:\s(?P<depth>>*)\s*\{(?P<empty>\})?")
 _COUNTS = re.compile(r"total scheduled bundles:\s*(\d+)")
 _SLOTS_HEAD, _SLOTS_BODY = "== CAPACTIY:", "== UTILIZATION:"  # the first is spelled so in the dump
+_FILTERS = 3  # loops of `phases.sample`: min-p, top-k, top-p
 _SPILL, _FILL, _MATRIX = "VSTORE:SPILL", "VLOAD:FILL", "MXU"
 
 
@@ -110,32 +111,28 @@ def parse_bundles(bundles: str, utilization: str) -> Loop:
 
 
 def name_loops(program: Loop, plan: Plan) -> None:
-    """Names the loops that `kernel.decode_steps` writes; leaves names alone where the shape is not the expected one."""
+    """Names the loops of `kernel.decode_rounds`; leaves names alone where the shape is not the expected one."""
     if not program.inner:
         return
-    step = max(program.inner, key=lambda loop: loop.total)
-    step.name = "step"
-    if not step.inner:
-        return
-    layer = step.inner[0]
+    round_ = max(program.inner, key=lambda loop: loop.total)
+    round_.name = "round"
     config = plan.config
     parts = ["write snapshot"]
     parts += ["KDA"] if config.kda_layers else []
     parts += ["MLA"] if config.mla_layers else []
     parts += ["MoE"] if plan.moe_layers else []
     parts += ["dense"] if plan.moe_layers < config.num_hidden_layers else []
-    if _name(layer.inner, parts):
-        layer.name = "layer"
-        tail = ["draw (if sampled)"] + (["commit a sequence"] if plan.sequences > 1 else [])
-        _ = _name(step.inner[1:], tail) or _name(step.inner[1:], ["head", *tail])
-
-
-def _name(loops: Sequence[Loop], names: Sequence[str]) -> bool:
-    if len(loops) != len(names):
-        return False
-    for loop, name in zip(loops, names, strict=True):
+    parts += ["keep for the drafter"] if plan.drafter and plan.drafter.taps else []
+    layers = [i for i, loop in enumerate(round_.inner) if len(loop.inner) == len(parts)]
+    if len(layers) != 1:
+        return
+    layer = round_.inner[layers[0]]
+    layer.name = "layer"
+    for loop, name in zip(layer.inner, parts, strict=True):
         loop.name = name
-    return True
+    filters = [loop for loop in round_.inner[layers[0] + 1 :] if len(loop.inner) == _FILTERS]
+    if len(filters) == 1:
+        filters[0].name = "draw (if sampled)"
 
 
 def _slots(utilization: str) -> tuple[list[str], list[list[int]]]:

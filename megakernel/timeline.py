@@ -1,13 +1,12 @@
-"""What is in flight when: the work of consecutive steps in order, and every copy with the work that it spans.
+"""What is in flight when: the work of consecutive rounds in order, and every copy with the work that it spans.
 
 Order only, no durations: one unit of work is one tape block's product or one phase without a tape block. The order is
-that of `layers` and `kernel.decode_steps`; the copies follow the rules of `stream`. The first copy of a launch's ring
-and vectors starts before work 0.
+that of `layers` and `kernel.decode_rounds`; the copies follow the rules of `stream`. The first copies of a launch's
+ring and vectors start before work 0. A drafter's own copies are not shown.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import Literal
@@ -15,7 +14,9 @@ from typing import Literal
 from megakernel import program
 from megakernel.plan import Plan
 
-Family = Literal["KDA", "MLA", "dense FFN", "routing", "shared experts", "routed experts", "LM head", "other"]
+Family = Literal[
+    "KDA", "MLA", "dense FFN", "routing", "shared experts", "routed experts", "LM head", "drafter", "other"
+]
 FAMILIES: dict[str, Family] = {
     "kda": "KDA",
     "mla": "MLA",
@@ -26,7 +27,6 @@ FAMILIES: dict[str, Family] = {
     "head": "LM head",
 }
 """Family of a matrix by the first word of its name."""
-_PHASE_BEFORE = {"kda_out": "recurrence", "mla_value": "attention"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Work:
 
     name: str
     family: Family
-    step: int
+    round: int
     layer: int
     block: int | None = None
 
@@ -57,33 +57,45 @@ class Copy:
 
 
 def family_of(matrix: program.Matrix) -> Family:
-    return FAMILIES[matrix.name.split("_")[0]]
+    return FAMILIES.get(matrix.name.split("_")[0], "drafter")
 
 
-def work_of(plan: Plan, steps: int = 1) -> list[Work]:
-    """The work of `steps` steps from the start of a launch."""
+def work_of(plan: Plan, rounds: int = 1) -> list[Work]:
+    """The work of `rounds` rounds from the start of a launch."""
     work: list[Work] = []
     config, layers = plan.config, plan.config.num_hidden_layers
-    for step in range(steps):
-        block = step * plan.tape_blocks
-        work.append(Work("embed", "other", step, -1))
-        for layer in range(layers + 1):
-            if layer < layers:
-                matrices = (*program.attention_matrices(config, layer), *program.ffn_matrices(config, layer))
-            else:
-                matrices = program.head_matrices(config)
-            experts_after = _experts_after(matrices)
+    for number in range(rounds):
+        block = number * plan.tape_blocks
+
+        def stream(layer: int, matrix: program.Matrix, number: int = number) -> None:
+            nonlocal block
+            for _ in range(plan.tiling(matrix).blocks):
+                work.append(Work(matrix.name, family_of(matrix), number, layer, block))
+                block += 1
+
+        work.append(Work("embed", "other", number, -1))
+        for layer in range(layers):
+            matrices = (*program.attention_matrices(config, layer), *program.ffn_matrices(config, layer))
             for matrix in matrices:
-                family = family_of(matrix)
-                if matrix.name in _PHASE_BEFORE:
-                    work.append(Work(_PHASE_BEFORE[matrix.name], family, step, layer))
-                for _ in range(plan.tiling(matrix).blocks):
-                    work.append(Work(matrix.name, family, step, layer, block))
-                    block += 1
-                if matrix.name == experts_after:
-                    work.append(Work("experts", "routed experts", step, layer))
-        work.append(Work("sample", "other", step, layers))
+                for phase in _phases_before(plan, matrix):
+                    work.append(Work(phase, family_of(matrix), number, layer))
+                stream(layer, matrix)
+                if matrix.name == _experts_after(matrices):
+                    work.append(Work("experts", "routed experts", number, layer))
+        for matrix in program.head_matrices(config):
+            stream(layers, matrix)
+        work.append(Work("sample", "other", number, layers))
+        if plan.drafter:
+            for matrix in plan.drafter.matrices():
+                stream(layers, matrix)
+            work.append(Work("draft", "other", number, layers))
     return work
+
+
+def _phases_before(plan: Plan, matrix: program.Matrix) -> tuple[str, ...]:
+    if matrix.name == "kda_out":
+        return ("replay", "recurrence") if plan.tokens > 1 else ("recurrence",)
+    return ("attention",) if matrix.name == "mla_value" else ()
 
 
 def copies_of(plan: Plan, work: Sequence[Work]) -> list[Copy]:
@@ -99,9 +111,9 @@ def layer_boundary(plan: Plan, work: Sequence[Work]) -> int:
     return next(i for i, item in enumerate(work) if item.layer == layer)
 
 
-def token_boundary(work: Sequence[Work]) -> int:
-    """Index of the work with which the second step begins."""
-    return next(i for i, item in enumerate(work) if item.step == 1)
+def round_boundary(work: Sequence[Work]) -> int:
+    """Index of the work with which the second round begins."""
+    return next(i for i, item in enumerate(work) if item.round == 1)
 
 
 def _experts_after(matrices: Sequence[program.Matrix]) -> str | None:
@@ -114,7 +126,7 @@ def _ring(plan: Plan, work: Sequence[Work]) -> list[Copy]:
     if plan.tape_is_resident:
         return []
     at = {item.block: i for i, item in enumerate(work) if item.block is not None}
-    families = [item.family for item in work[: _first(work, 1)] if item.block is not None]
+    families = [item.family for item in work if item.block is not None and item.round == 0]
     copies = []
     for block in range(len(at) + plan.ring_depth):
         start = at[block - plan.ring_depth] + 1 if block >= plan.ring_depth else 0
@@ -134,20 +146,25 @@ def _vectors(plan: Plan, work: Sequence[Work]) -> list[Copy]:
 
 def _windows(plan: Plan, work: Sequence[Work]) -> list[Copy]:
     """Cache windows: read from a layer's start to the phase that needs them, written until the next such layer."""
+    # lane, family, phase that waits for the read (1: at its end), phase after which the write starts
+    windows: list[tuple[str, Family, str, int, str]] = []
+    takes_on = "replay" if plan.tokens > 1 else "recurrence"
+    for lane in ("KDA state", "conv tails"):
+        windows.append((lane, "KDA", takes_on, 0, takes_on))
+    if plan.tokens > 1:
+        windows.append(("replay rows", "KDA", "replay", 0, "recurrence"))
+    windows.append(("MLA tile", "MLA", "attention", 1, "attention"))
+
     copies: list[Copy] = []
-    kinds: tuple[tuple[tuple[str, ...], str, Family, int], ...] = (
-        (("conv tails", "KDA state"), "recurrence", "KDA", 0),
-        (("MLA tile",), "attention", "MLA", 1),  # merged after the attention has run
-    )
-    for lanes, phase, family, lateness in kinds:
-        uses = [i for i, item in enumerate(work) if item.name == phase]
-        begins = [_begin_of(work, use, family) for use in uses]
-        for i, (begin, use) in enumerate(zip(begins, uses, strict=True)):
+    for lane, family, reader, lateness, writer in windows:
+        reads = [i for i, item in enumerate(work) if item.name == reader]
+        writes = [i + 1 for i, item in enumerate(work) if item.name == writer]
+        begins = [_begin_of(work, i, family) for i in reads]
+        for i, (begin, read, write) in enumerate(zip(begins, reads, writes, strict=True)):
             end = begins[i + 1] if i + 1 < len(begins) else len(work)
-            label = f"layer {work[use].layer}"
-            for lane in lanes:
-                copies.append(Copy(lane, 0, "read", begin, use + lateness, label, family))
-                copies.append(Copy(lane, 0, "write", use + 1, end, label, family))
+            label = f"layer {work[read].layer}"
+            copies.append(Copy(lane, 0, "read", begin, read + lateness, label, family))
+            copies.append(Copy(lane, 0, "write", write, end, label, family))
     return copies
 
 
@@ -161,7 +178,7 @@ def _fetches(plan: Plan, work: Sequence[Work]) -> list[Copy]:
         elif item.name == "attention":
             copies.append(Copy("MLA pages", 0, "read", i, i + 1, f"layer {item.layer}", "MLA"))
         elif item.name == "embed":
-            copies.append(Copy("embedding", 0, "read", i, i + 1, f"step {item.step}"))
+            copies.append(Copy("embedding", 0, "read", i, i + 1, f"round {item.round}"))
     return copies
 
 
@@ -179,7 +196,3 @@ def _begin_of(work: Sequence[Work], index: int, family: Family) -> int:
     while index and work[index - 1].family == family and work[index - 1].layer == work[index].layer:
         index -= 1
     return index
-
-
-def _first(work: Sequence[Work], step: int) -> int:
-    return bisect.bisect_left([item.step for item in work], step)

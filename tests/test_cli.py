@@ -143,7 +143,7 @@ def test_plan_compiles_for_a_tpu_that_is_not_there(capsys):
     assert main(["plan", "k3-mini", "--target", "v7x", "--compile"]) == 0
     text = capsys.readouterr().out
     assert "Compiled for v7x by the TPU compiler" in text
-    assert re.search(r"\n +step +[\d,]+", text)
+    assert re.search(r"\n +round +[\d,]+", text)
     assert re.search(r"\n +MoE +[\d,]+", text)
 
 

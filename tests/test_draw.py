@@ -16,8 +16,9 @@ from megakernel.__main__ import main
 from megakernel.aot import launch_arguments
 from megakernel.draw import COLOURS, DrawingError, draw_plan, tape_segments, vmem_groups
 from megakernel.phases import experts, kda, mla
-from megakernel.timeline import copies_of, layer_boundary, token_boundary, work_of
+from megakernel.timeline import copies_of, layer_boundary, round_boundary, work_of
 from model.config import ModelConfig
+from spec_decode import NGramDrafter
 
 MINI = ModelConfig.preset("k3-mini")
 LINEAR = dataclasses.replace(  # the other family: low-rank gate, no query compression, no latent experts
@@ -30,6 +31,7 @@ PLANS = {
     "streamed": STREAMED,
     "resident": make_plan(MINI),
     "linear": make_plan(LINEAR, ring_depth=3, context=64),
+    "drafted": make_plan(MINI, ring_depth=4, context=64, drafter=NGramDrafter(), draft_tokens=3),
     "nano": make_plan(ModelConfig.preset("k3-nano"), find_target("v7x"), ring_depth=8, sequences=8),
 }
 
@@ -60,13 +62,23 @@ def recorded_order(plan, monkeypatch) -> dict[str, list[str]]:
 
         monkeypatch.setattr(layers, name, call)
 
-    lane = {3: "conv tails", 4: "KDA state"}  # by the rank of the window
+    lane = {"tails": "conv tails", "state": "KDA state", "pending": "replay rows"}
+    names: dict[int, str] = {}
+    opened = kernel._open_streams
+
+    def open_streams(plan, refs):
+        step = opened(plan, refs)
+        names.update({id(getattr(step, name)): lane[name] for name in lane})
+        return step
+
+    monkeypatch.setattr(kernel, "_open_streams", open_streams)
     record(layers, "linear", lambda *args: args[4].name)
     for method, kind in {"start_read": "read of", "wait_read": "wait for", "start_write": "write of"}.items():
-        record(stream.Window, method, lambda window, *_, kind=kind: f"{kind} {lane[window.window.ndim]}")
+        record(stream.Window, method, lambda window, *_, kind=kind: f"{kind} {names[id(window)]}")
         record(stream.LatentGroups, method, f"{kind} MLA tile")
     record(stream.Experts, "start", "read of experts")
-    record(kda, "recurrence", "recurrence")
+    record(layers, "commit_pending", "replay")
+    record(kda, "store_rows", "recurrence")
     record(mla, "attend", "attention")
     record(experts, "run_experts", "experts")
     for name in ("kda_attention", "mla_attention", "moe_ffn", "dense_ffn"):
@@ -76,9 +88,9 @@ def recorded_order(plan, monkeypatch) -> dict[str, list[str]]:
 
 
 def drawn_order(plan, wanted: set[str]) -> list[str]:
-    """The same from the timeline: the sublayer of the second step that does work of the names in `wanted`."""
-    work = work_of(plan, steps=2)
-    first = next(i for i, item in enumerate(work) if item.step == 1 and item.name in wanted)
+    """The same from the timeline: the sublayer of the second round that does work of the names in `wanted`."""
+    work = work_of(plan, rounds=2)
+    first = next(i for i, item in enumerate(work) if item.round == 1 and item.name in wanted)
     indices = [first]
     while work[indices[-1] + 1].name in wanted and work[indices[-1] + 1].layer == work[first].layer:
         indices.append(indices[-1] + 1)
@@ -111,15 +123,14 @@ def in_place(order: list[str]) -> list[frozenset[str] | str]:
     return result
 
 
-@pytest.mark.parametrize("name", ["streamed", "linear"])
+@pytest.mark.parametrize("name", ["streamed", "linear", "drafted"])
 def test_timeline_has_the_order_of_the_kernel(name, monkeypatch):
     plan = PLANS[name]
     recorded = recorded_order(plan, monkeypatch)
     others = ("ring", "vectors", "MLA pages", "embedding")
 
-    # The state is waited for just before the recurrence and its write starts just after, so both show as one place.
-    kda_drawn = without(drawn_order(plan, {"kda_in", "kda_decay", "kda_gate", "recurrence", "kda_out"}), *others)
-    assert in_place(kda_drawn) == in_place(_conv_with_recurrence(recorded["kda_attention"]))
+    names = {"kda_in", "kda_decay", "kda_gate", "replay", "recurrence", "kda_out"}
+    assert in_place(without(drawn_order(plan, names), *others)) == in_place(recorded["kda_attention"])
 
     names = {"mla_in", "mla_query", "mla_absorb", "attention", "mla_value", "mla_out"}
     assert in_place(without(drawn_order(plan, names), *others)) == in_place(recorded["mla_attention"])
@@ -131,20 +142,13 @@ def test_timeline_has_the_order_of_the_kernel(name, monkeypatch):
         assert order[order.index("route") + 1] == {"read of experts"}
 
 
-def _conv_with_recurrence(order: list[str]) -> list[str]:
-    """The short convolution belongs to the recurrence in the timeline: its write starts are moved behind it."""
-    moved = [entry for entry in order if entry != "write of conv tails"]
-    moved.insert(moved.index("recurrence") + 1, "write of conv tails")
-    return moved
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_work_reads_every_block_once_in_order(name):
     plan = PLANS[name]
-    work = work_of(plan, steps=3)
+    work = work_of(plan, rounds=3)
     assert [item.block for item in work if item.block is not None] == list(range(3 * plan.tape_blocks))
     for layer, (attention, ffn) in enumerate(plan.layer_starts[:-1]):
-        blocks = {item.name: item.block for item in reversed(work) if item.layer == layer and item.step == 0}
+        blocks = {item.name: item.block for item in reversed(work) if item.layer == layer and item.round == 0}
         assert min(block for block in blocks.values() if block is not None) == attention
         assert blocks["route" if plan.config.is_moe(layer) else "dense_in"] == ffn
     assert next(item.block for item in work if item.name == "head") == plan.layer_starts[-1][0]
@@ -153,7 +157,7 @@ def test_work_reads_every_block_once_in_order(name):
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "resident"])
 def test_ring_always_has_its_depth_in_flight_and_never_two_blocks_in_a_slot(name):
     plan = PLANS[name]
-    work = work_of(plan, steps=2)
+    work = work_of(plan, rounds=2)
     ring = [copy for copy in copies_of(plan, work) if copy.lane == "ring"]
     for slot in range(plan.ring_depth):
         mine = sorted((copy.start, copy.end) for copy in ring if copy.slot == slot)
@@ -168,14 +172,14 @@ def test_ring_always_has_its_depth_in_flight_and_never_two_blocks_in_a_slot(name
 def test_resident_ring_copies_nothing():
     plan = PLANS["resident"]
     assert plan.tape_is_resident
-    assert not [copy for copy in copies_of(plan, work_of(plan, steps=2)) if copy.lane == "ring"]
+    assert not [copy for copy in copies_of(plan, work_of(plan, rounds=2)) if copy.lane == "ring"]
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_no_slot_holds_two_copies_at_once(name):
     plan = PLANS[name]
     places = defaultdict(list)
-    for copy in copies_of(plan, work_of(plan, steps=2)):
+    for copy in copies_of(plan, work_of(plan, rounds=2)):
         places[copy.lane, copy.slot].append((copy.start, copy.end))
     for place, spans in places.items():
         spans.sort()
@@ -185,7 +189,7 @@ def test_no_slot_holds_two_copies_at_once(name):
 
 def test_experts_are_fetched_while_the_shared_experts_compute():
     plan = PLANS["nano"]
-    work = work_of(plan, steps=1)
+    work = work_of(plan, rounds=1)
     fetches = [copy for copy in copies_of(plan, work) if copy.lane == "experts"]
     assert len(fetches) == 5 * plan.max_distinct_experts
     first = min(fetches, key=lambda copy: copy.start)
@@ -196,13 +200,15 @@ def test_experts_are_fetched_while_the_shared_experts_compute():
 
 def test_boundaries_are_where_the_plan_says():
     plan = PLANS["nano"]
-    work = work_of(plan, steps=2)
+    work = work_of(plan, rounds=2)
     layer = layer_boundary(plan, work)
     assert (work[layer].name, work[layer].layer, work[layer - 1].layer) == ("mla_in", 3, 2)
     assert work[layer].block == plan.layer_starts[3][0]
-    token = token_boundary(work)
-    assert [work[token - 1].name, work[token].name] == ["sample", "embed"]
-    assert work[token + 1].block == plan.tape_blocks
+    end = round_boundary(work)
+    assert [work[end - 1].name, work[end].name] == ["sample", "embed"]
+    drafted = work_of(PLANS["drafted"], rounds=2)
+    assert [item.name for item in drafted[: round_boundary(drafted)][-2:]] == ["sample", "draft"]
+    assert work[end + 1].block == plan.tape_blocks
 
 
 @pytest.mark.parametrize("name", PLANS)

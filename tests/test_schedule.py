@@ -96,7 +96,7 @@ def test_schedule_is_read_from_the_dump_of_the_kernel(tmp_path):
     (tmp_path / "17-other.1-71-final_bundles.txt").write_text("")
     program = read_schedule(tmp_path, make_plan(ModelConfig.preset("k3-mini")))
     assert program.total == 12
-    assert program.inner[0].name == "step"
+    assert program.inner[0].name == "round"
 
 
 def test_schedule_that_contradicts_itself_is_refused(tmp_path):
@@ -110,17 +110,26 @@ def test_folder_without_a_dump_is_refused(tmp_path):
         read_schedule(tmp_path, make_plan(ModelConfig.preset("k3-mini")))
 
 
-def test_loops_are_named_only_where_the_shape_fits():
+def filters() -> Loop:
+    return Loop(inner=[Loop(), Loop(), Loop()])
+
+
+def test_loops_are_named_by_their_shape():
     plan = make_plan(ModelConfig.preset("k3-mini"))
     layer = Loop(bundles=9, inner=[Loop() for _ in range(5)])
-    program = Loop("program", inner=[Loop(bundles=20, inner=[layer, Loop()]), Loop(bundles=1)])
+    inner = [Loop(), layer, Loop(), filters(), Loop()]
+    program = Loop("program", inner=[Loop(bundles=20, inner=inner), Loop(bundles=1)])
     name_loops(program, plan)
     assert [loop.name for loop in layer.inner] == ["write snapshot", "KDA", "MLA", "MoE", "dense"]
-    assert [loop.name for loop in program.inner[0].inner] == ["layer", "draw (if sampled)"]
+    assert [loop.name for loop in inner] == ["loop", "layer", "loop", "draw (if sampled)", "loop"]
+
+
+def test_loops_of_another_shape_stay_unnamed():
+    plan = make_plan(ModelConfig.preset("k3-mini"))
     unlike = Loop(bundles=9, inner=[Loop() for _ in range(4)])
-    program = Loop("program", inner=[Loop(bundles=20, inner=[unlike])])
+    program = Loop("program", inner=[Loop(bundles=20, inner=[unlike, filters()])])
     name_loops(program, plan)
-    assert [loop.name for _, loop in program.walk()] == ["program", "step", *["loop"] * 5]
+    assert {loop.name for _, loop in program.walk()} == {"program", "round", "loop"}
 
 
 def test_target_without_a_compiler_is_refused():
@@ -170,7 +179,7 @@ def test_compiler_s_figures_agree_with_the_plan(sequences):
     assert report.vmem_planned == sum(plan.vmem_map.values()) < report.vmem_limit
     assert report.schedule is not None
     names = {loop.name: loop for _, loop in report.schedule.walk()}
-    assert {"step", "layer", "KDA", "MLA", "MoE", "dense", "draw (if sampled)"} <= set(names)
+    assert {"round", "layer", "KDA", "MLA", "MoE", "dense", "draw (if sampled)"} <= set(names)
     assert names["KDA"].matrix > 0
     assert names["write snapshot"].matrix == 0
 
