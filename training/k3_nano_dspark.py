@@ -74,17 +74,17 @@ class Recipe:
     batch: sequences a step. anchors: blocks drawn from each. prefix: most tokens of corpus before a continuation.
     written: tokens of a continuation. together: sequences that the target writes at once.
     greedy: share of greedy continuations; two thirds of the rest are at temperature 0.8, one third at 1.0.
-    writing: share of the run's time in which the target writes.
+    continuations: how many the target writes, in no more than a third of the run's time.
     """
 
-    steps: int = 12000
+    steps: int = 7242
     batch: int = 32
     anchors: int = 128
     prefix: int = 512
     written: int = 256
     together: int = 4096
     greedy: float = 0.6
-    writing: float = 0.25
+    continuations: int = 73728
     rate: float = 8e-3
     adam_rate: float = 4e-3
     weight_decay: float = 0.1
@@ -363,7 +363,8 @@ def main() -> None:
         judged = writer(model, draw_prefixes(held_out, np.random.default_rng(1), recipe, recipe.together), keys)
         judging = pool.submit(Judge, recipe, CONFIG, model, judged[: arguments["held_out"]], in_bfloat16(params, model))
         pools: list[Chains] = []
-        while not pools or time.time() < began + 60 * arguments["minutes"] * recipe.writing:
+        enough = -(-recipe.continuations // recipe.together)
+        while not pools or (len(pools) < enough and time.time() < until - 40 * arguments["minutes"]):
             keys, now = jax.random.split(keys)
             pools.append(writer(model, draw_prefixes(corpus, rng, recipe, recipe.together), now))
             pools[-1].tokens.block_until_ready()
