@@ -44,7 +44,7 @@ _GROUPS = (
     ("KDA windows", ("state", "tails", "kda_", "trial_state", "pending")),
     ("MLA windows", ("page", "latent_group", "fresh", "queries", "contexts")),
     ("outputs of products", ("out_",)),
-    ("residual stream", ("prefix", "snapshots", "operand")),
+    ("residual stream", ("stream", "operand")),
 )
 
 

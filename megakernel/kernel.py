@@ -97,15 +97,16 @@ def decode_rounds(plan: Plan, refs: SimpleNamespace) -> None:
 
 def embed(step: Step) -> None:
     """Prefix = embedding row of each live row's token; padding rows are zero."""
-    plan, refs = step.plan, step.refs
+    plan, refs, config = step.plan, step.refs, step.plan.config
+    prefix = config.num_snapshots
     tokens = [refs.window[row] for row in range(plan.live_rows)]
     stream.EmbeddingRows(plan, refs.embedding, refs.embedding_rows, refs.embedding_done).fetch(tokens)
-    refs.prefix[...] = jnp.zeros(refs.prefix.shape, jnp.float32)
+    refs.stream[prefix] = jnp.zeros((plan.rows, config.hidden_size), jnp.float32)
     for row, token in enumerate(tokens):
         at = lax.broadcasted_iota(jnp.int32, (POSITION_GROUP, 1), 0)
         group = refs.embedding_rows[row].astype(jnp.float32)  # [POSITION_GROUP, hidden]
         found = jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0)
-        refs.prefix[row : row + 1] = jnp.sum(found, axis=0, keepdims=True)
+        refs.stream[prefix, row : row + 1] = jnp.sum(found, axis=0, keepdims=True)
 
 
 def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
@@ -114,23 +115,23 @@ def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
     table = refs.layer_table
     attention_block, ffn_block, kind_index, moe_index, snapshots = (table[number, i] for i in range(5))
     is_mla, is_moe, writes = (table[number, i] > 0 for i in (5, 6, 7))
-    step_start = step.number * plan.tape_blocks
+    step_start, prefix = step.number * plan.tape_blocks, config.num_snapshots
     step.table = step.number * (config.num_hidden_layers + 1) + number
     step.vectors.advance(step.table)
 
     def read(count: Scalar, mix_name: str, norm_name: str) -> jax.Array:
-        mixture = mix(plan, refs.snapshots, count, refs.prefix[...], step.vector(mix_name, config.hidden_size))
+        mixture = mix(plan, refs.stream, count, step.vector(mix_name, config.hidden_size))
         return step.norm(mixture, norm_name)  # [rows, hidden] f32
 
     def add_to_prefix(value: jax.Array) -> None:
-        refs.prefix[...] = layers.rounded(plan, refs.prefix[...] + value)
+        refs.stream[prefix] = layers.rounded(plan, refs.stream[prefix] + value)
 
     x = read(snapshots, "attn_mix", "attn_norm")
 
     @when(writes)
     def snapshot() -> None:
-        refs.snapshots[snapshots] = refs.prefix[...]
-        refs.prefix[...] = jnp.zeros(refs.prefix.shape, jnp.float32)
+        refs.stream[snapshots] = refs.stream[prefix]
+        refs.stream[prefix] = jnp.zeros((plan.rows, config.hidden_size), jnp.float32)
 
     if config.kda_layers:
 
@@ -160,7 +161,7 @@ def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
 
     if plan.drafter and plan.drafter.taps:
         _keep_tap(step, number)
-    return jnp.minimum(bad_layer, jnp.where(_finite(step, refs.prefix[...]), rounds.ALL_FINITE, number))
+    return jnp.minimum(bad_layer, jnp.where(_finite(step, refs.stream[prefix]), rounds.ALL_FINITE, number))
 
 
 def _keep_tap(step: Step, number: Scalar) -> None:
@@ -171,7 +172,7 @@ def _keep_tap(step: Step, number: Scalar) -> None:
 
     @when(tap >= 0)
     def keep() -> None:
-        refs.taps[jnp.maximum(tap, 0)] = refs.prefix[...]
+        refs.taps[jnp.maximum(tap, 0)] = refs.stream[plan.config.num_snapshots]
 
 
 def lm_head(step: Step) -> None:
@@ -180,7 +181,7 @@ def lm_head(step: Step) -> None:
     step.table = step.number * (config.num_hidden_layers + 1) + config.num_hidden_layers
     step.vectors.advance(step.table)
     snapshots = jnp.int32(config.num_snapshots)
-    mixture = mix(plan, refs.snapshots, snapshots, refs.prefix[...], step.vector("final_mix", config.hidden_size))
+    mixture = mix(plan, refs.stream, snapshots, step.vector("final_mix", config.hidden_size))
     first_block = step.number * plan.tape_blocks + plan.layer_starts[-1][0]
     logits, _ = step.linear(first_block, step.norm(mixture, "final_norm"), "head")
     if plan.keep_logits:

@@ -34,17 +34,21 @@ def run_experts(
         expert = chosen[order]
         gate_up, down = experts.take(order, moe_layer, expert)
         y = expert_output(plan, x[:rows], gate_up[...], down[...])
-        ahead = order + plan.expert_slots
-
-        @when(ahead < count)
-        def start_next() -> None:
-            experts.start(ahead, moe_layer, chosen[ahead])
-
+        if plan.max_distinct_experts > plan.expert_slots:
+            _start_ahead(plan, order + plan.expert_slots, count, moe_layer, experts, chosen)
         lane = lax.broadcasted_iota(jnp.int32, (rows, weights.shape[1]), 1)
         share = jnp.sum(jnp.where(lane == expert, weights[:rows], 0.0), axis=-1, keepdims=True)  # [product rows, 1]
         total[:rows] += jnp.where(share > 0.0, share * y, 0.0)
 
     lax.fori_loop(0, count, one, None)
+
+
+def _start_ahead(plan: Plan, order: Scalar, count: Scalar, moe_layer: Scalar, experts: Experts, chosen: Ref) -> None:
+    """The slot just read takes the expert that comes a whole set of slots later, if there is one."""
+
+    @when(order < count)
+    def start() -> None:
+        experts.start(order, moe_layer, chosen[order])
 
 
 def expert_output(plan: Plan, x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:

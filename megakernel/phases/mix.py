@@ -20,35 +20,24 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def mix(plan: Plan, snapshots: Ref, count: Scalar, prefix: jax.Array, weight: jax.Array) -> jax.Array:
+def mix(plan: Plan, stream: Ref, count: Scalar, weight: jax.Array) -> jax.Array:
     """The mixture of the first `count` snapshots and the prefix; with no snapshot, the prefix.
 
     Args:
-      snapshots: [snapshots, rows, hidden] f32; entries from `count` on may hold anything.
-      prefix: [rows, hidden] f32.
+      stream: [snapshots + 1, rows, hidden] f32, the prefix last; snapshots from `count` on may hold anything.
       weight: [1, hidden] f32, the norm weight times the projection row.
     """
+    last = stream.shape[0] - 1
     if not plan.config.attn_res_block_size:
-        return prefix
-    entries, scores = [], []
-    for i in range(plan.config.num_snapshots):
-        present = i < count
-        entry = jnp.where(present, snapshots[i], 0.0)
-        entries.append(entry)
-        scores.append(jnp.where(present, _score(plan, entry, weight), -jnp.inf))
-    entries.append(prefix)
-    scores.append(_score(plan, prefix, weight))
-
-    highest = scores[0]
-    for score in scores[1:]:
-        highest = jnp.maximum(highest, score)
-    shares = [jnp.exp(score - highest) for score in scores]
-    total = sum(shares[1:], start=shares[0])
-    mixture = sum((share / total * entry for share, entry in zip(shares, entries, strict=True)), start=jnp.float32(0))
-    return rounded(plan, mixture)
-
-
-def _score(plan: Plan, entry: jax.Array, weight: jax.Array) -> jax.Array:
-    """[rows, 1] f32"""
-    spread = lax.rsqrt(jnp.mean(entry * entry, axis=-1, keepdims=True) + plan.config.rms_norm_eps)
-    return jnp.sum(entry * weight, axis=-1, keepdims=True) * spread
+        return stream[last]
+    number = lax.broadcasted_iota(jnp.int32, (last + 1, 1, 1), 0)
+    present = (number < count) | (number == last)
+    entries = jnp.where(present, stream[...], 0.0)  # [snapshots + 1, rows, hidden]
+    spread = lax.rsqrt(jnp.mean(entries * entries, axis=-1, keepdims=True) + plan.config.rms_norm_eps)
+    scores = jnp.sum(entries * weight[None], axis=-1, keepdims=True) * spread
+    scores = jnp.where(present, scores, -jnp.inf)  # [snapshots + 1, rows, 1]
+    shares = jnp.exp(scores - jnp.max(scores, axis=0, keepdims=True))
+    total, mixture = shares[0], shares[0] * entries[0]
+    for i in range(1, last + 1):
+        total, mixture = total + shares[i], mixture + shares[i] * entries[i]
+    return rounded(plan, mixture / total)

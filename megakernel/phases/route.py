@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megakernel.control import when
 from megakernel.plan import Plan
 from megakernel.stream import Experts, Ref, Scalar
 
@@ -58,12 +57,15 @@ def start_experts(plan: Plan, weights: jax.Array, moe_layer: Scalar, experts: Ex
     def find(order: Scalar, previous: Scalar) -> Scalar:
         expert = jnp.min(jnp.where(wanted & (lane > previous), lane, wanted.shape[1]))
         chosen[order] = expert
-
-        @when(order < plan.expert_slots)
-        def start_now() -> None:
-            experts.start(order, moe_layer, expert)
-
         return expert
 
-    lax.fori_loop(0, count, find, jnp.int32(-1))
+    def find_and_start(order: Scalar, previous: Scalar) -> Scalar:
+        expert = find(order, previous)
+        experts.start(order, moe_layer, expert)
+        return expert
+
+    first = jnp.minimum(count, plan.expert_slots)
+    last = lax.fori_loop(0, first, find_and_start, jnp.int32(-1))
+    if plan.max_distinct_experts > plan.expert_slots:
+        lax.fori_loop(first, count, find, last)
     return count
