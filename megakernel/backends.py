@@ -14,6 +14,9 @@ _KINDS = {
     "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
     "TPU v6 lite": "v6e", "TPU v6e": "v6e", "TPU v7": "v7x", "TPU7x": "v7x",
 }  # fmt: skip
+_CLOCK_ENTRIES = 512
+"""Of a vector clock: one for the core, the others shared out among copies. Of two copies that share one, the later
+counts as after the earlier, so with few entries (JAX's default leaves one for all copies) most races go unseen."""
 NAMES = ("auto", "interpret", "simulate", "tpu", "reference")
 
 
@@ -57,6 +60,7 @@ def simulator(dma_execution_mode: str = "on_wait") -> pltpu.InterpretParams:
         detect_races=True,
         uninitialized_memory="nan",
         out_of_bounds_reads="raise",
+        vector_clock_size=_CLOCK_ENTRIES,
     )
 
 

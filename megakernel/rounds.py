@@ -128,6 +128,7 @@ def _accept_sequence(step: Step, sequence: Scalar, bad_layer: Scalar) -> Scalar:
     """Emits tokens row by row until a draft disagrees or the sequence ends; returns 1 while it goes on."""
     plan, refs = step.plan, step.refs
     count, before = refs.current[COUNT, sequence], refs.status[sequence, NEW]
+    drafted = refs.status[sequence, TAKEN] + 1 >= refs.request[sequence, GIVEN]
     emitted = jnp.int32(0)
     going, reason = (count > 0).astype(jnp.int32), jnp.int32(RUNNING)
     for t in range(plan.tokens):
@@ -152,7 +153,7 @@ def _accept_sequence(step: Step, sequence: Scalar, bad_layer: Scalar) -> Scalar:
     broken = (count > 0) & (bad_layer < ALL_FINITE)
     reason = jnp.where(broken, BROKEN, reason)
     goes_on = ((count > 0) & (reason == RUNNING)).astype(jnp.int32)
-    _count_drafts(step, sequence, emitted, refs.status[sequence, NEW] > before)
+    _count_drafts(step, sequence, emitted, refs.status[sequence, NEW] > before, drafted)
     refs.current[COMMIT, sequence] = emitted
     refs.current[POSITION, sequence] = refs.current[POSITION, sequence] + emitted
     refs.current[ACTIVE, sequence] = goes_on
@@ -176,11 +177,14 @@ def _is_stop(step: Step, token: Scalar) -> Scalar:
     return stops
 
 
-def _count_drafts(step: Step, sequence: Scalar, emitted: Scalar, is_new: Scalar) -> None:
-    """Statistics: drafts proposed and accepted by place in the round, for rounds that make new tokens."""
+def _count_drafts(step: Step, sequence: Scalar, emitted: Scalar, is_new: Scalar, drafted: Scalar) -> None:
+    """Statistics: rounds that make new tokens, and drafts proposed and accepted by place in the round.
+
+    `drafted`: the rows after the first hold drafts; in a round that still reads the prompt they hold given tokens.
+    """
     refs, count = step.refs, step.refs.current[COUNT, sequence]
-    counts = is_new.astype(jnp.int32)
-    refs.status[sequence, ROUNDS] = refs.status[sequence, ROUNDS] + counts
+    refs.status[sequence, ROUNDS] = refs.status[sequence, ROUNDS] + is_new.astype(jnp.int32)
+    counts = (is_new & drafted).astype(jnp.int32)
     for t in range(1, step.plan.tokens):
         refs.proposed[sequence, t] = refs.proposed[sequence, t] + counts * (t < count).astype(jnp.int32)
         refs.accepted[sequence, t] = refs.accepted[sequence, t] + counts * (t < emitted).astype(jnp.int32)

@@ -72,13 +72,13 @@ def kept_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
 def gumbel_noise(seed: int, position: int | jax.Array, vocab_size: int) -> jax.Array:
     """Noise of one position: Threefry-2x32 keyed by the seed, counting (position, entry).  # [V] f32
 
-    -log(-log1p(-v)) with v = (24 bits + 1/2) / 2^24.
+    -log(-log1p(-v)) with v = (24 bits + 1/2) / 2^24, at most 1 - 2^-24, so that it is finite.
     """
     key = jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
     entries = jnp.arange(vocab_size, dtype=jnp.uint32)
     positions = jnp.full((vocab_size,), position, jnp.uint32)
     bits = threefry_2x32(key, jnp.concatenate([positions, entries]))[:vocab_size]
-    v = ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-24
+    v = jnp.minimum(((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-24, 1.0 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-v))
 
 

@@ -27,9 +27,11 @@ def threefry2x32(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax
 
 
 def gumbel(bits: jax.Array) -> jax.Array:
-    """Standard Gumbel noise from 24 of the bits: -log(-log(1 - v)) with v in (0, 1].  # u32 -> f32
+    """Standard Gumbel noise from 24 of the bits: -log(-log(1 - v)) with v in (0, 1).  # u32 -> f32
 
-    The largest values, which decide, come from small v, where float32 is finest.
+    The largest values, which decide, come from small v, where float32 is finest. The largest v would round to 1 and
+    its noise be -inf: the only token that a filter keeps would be as unlikely as those that it drops.
     """
     v = ((bits >> 8).astype(jnp.int32).astype(jnp.float32) + 0.5) * 2.0**-24
+    v = jnp.minimum(v, 1.0 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-v))

@@ -150,6 +150,6 @@ def _bisect(start: jax.Array, bits: int, too_low: Callable[[jax.Array], jax.Arra
 
 
 def sortable(x: jax.Array) -> jax.Array:
-    """int32 keys in the order of the floats (-0 below +0).  # f32 -> i32"""
+    """int32 keys in the order of the floats; equal floats, so also -0 and +0, have equal keys.  # f32 -> i32"""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    return jnp.where(bits < 0, -(bits & jnp.int32(0x7FFFFFFF)), bits)
