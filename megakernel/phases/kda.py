@@ -82,7 +82,7 @@ def store_rows(
       decay: [rows, width] f32 (log); beta: [rows, >= heads] f32 before the sigmoid.
       rows: [planes, tokens, sequences, width] f32, see the plane names.
     """
-    dim, width, sequences = plan.config.kda_head_dim, plan.config.kda_width, plan.sequences
+    dim, width = plan.config.kda_head_dim, plan.config.kda_width
     decay, beta = jnp.exp(decay), jax.nn.sigmoid(beta)
     heads = [slice(h * dim, (h + 1) * dim) for h in range(plan.config.kda_num_heads)]
     planes = {
@@ -98,8 +98,7 @@ def store_rows(
         RAW_V: projected[:, 2 * width :],
     }
     for plane, value in planes.items():
-        for t in range(plan.tokens):
-            rows[plane, t] = value[t * sequences : (t + 1) * sequences]
+        rows[plane] = value[: plan.live_rows].reshape(plan.tokens, plan.sequences, width)
 
 
 def _l2_norm(x: jax.Array) -> jax.Array:
