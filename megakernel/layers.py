@@ -139,7 +139,7 @@ def kda_attention(step: Step, index: Scalar, layer: Scalar, x: jax.Array) -> jax
     else:
         step.pending.start_write(layer)
 
-    read = kda.pad_rows(plan, jnp.concatenate([refs.kda_read[t] for t in range(plan.tokens)], axis=0))
+    read = kda.pad_rows(plan, refs.kda_read[...].reshape(plan.live_rows, width))
     out, _ = step.linear(index, kda.gated_norm(plan, read, gate, step.vector("out_norm", width)), "kda_out")
     return step.take(out, "kda_out", "out")
 

@@ -66,7 +66,7 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
             "state": Buffer((config.kda_num_heads, sequences, head_dim, head_dim), "float32"),
             "tails": Buffer((taps - 1, sequences, 3 * config.kda_width), "float32"),
             "kda_rows": Buffer((KDA_PLANES, plan.tokens, sequences, config.kda_width), "float32"),
-            "trial_state": Buffer((sequences, head_dim, head_dim), "float32"),
+            "trial_state": Buffer((plan.head_group * sequences, head_dim, head_dim), "float32"),
             "kda_read": Buffer((plan.tokens, sequences, config.kda_width), "float32"),
         }
     if config.kda_layers and plan.tokens > 1:

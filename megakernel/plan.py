@@ -94,6 +94,13 @@ class Plan:
         """Rows that products compute: the live ones, or the fewest that the target allows."""
         return max(self.target.min_product_rows, self.live_rows)
 
+    @cached_property
+    def head_group(self) -> int:
+        """KDA heads whose states are updated together: as many as one MiB holds, dividing the number of heads."""
+        head_bytes = 4 * self.sequences * self.config.kda_head_dim**2
+        most = max(1, MIB // head_bytes)
+        return max(group for group in range(1, most + 1) if self.config.kda_num_heads % group == 0)
+
     @property
     def group_positions(self) -> int:
         """Cache positions of the tiles that hold one round's tokens of a sequence."""

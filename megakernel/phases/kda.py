@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from megakernel.phases.linear import lanes, rounded, whole_tiles
 from megakernel.phases.mix import rms_norm
@@ -81,7 +82,7 @@ def store_rows(
       decay: [rows, width] f32 (log); beta: [rows, >= heads] f32 before the sigmoid.
       rows: [planes, tokens, sequences, width] f32, see the plane names.
     """
-    dim, width, sequences = plan.config.kda_head_dim, plan.config.kda_width, plan.sequences
+    dim, width = plan.config.kda_head_dim, plan.config.kda_width
     decay, beta = jnp.exp(decay), jax.nn.sigmoid(beta)
     heads = [slice(h * dim, (h + 1) * dim) for h in range(plan.config.kda_num_heads)]
     planes = {
@@ -97,8 +98,7 @@ def store_rows(
         RAW_V: projected[:, 2 * width :],
     }
     for plane, value in planes.items():
-        for t in range(plan.tokens):
-            rows[plane, t] = value[t * sequences : (t + 1) * sequences]
+        rows[plane] = value[: plan.live_rows].reshape(plan.tokens, plan.sequences, width)
 
 
 def _l2_norm(x: jax.Array) -> jax.Array:
@@ -117,30 +117,38 @@ def run_tokens(
       rows: [planes, tokens, sequences, width] f32 from `store_rows`; `query`: the plane to read the state with.
       count: [sequences, 1] i32, rows of each sequence that count; most: their maximum.
       keep: whether the copy replaces the state afterwards.
-      state: [heads, sequences, key, value] f32; trial: [sequences, key, value] f32, scratch.
+      state: [heads, sequences, key, value] f32; trial: [group * sequences, key, value] f32, scratch; heads go through
+        it in groups of `plan.head_group`.
       read: [tokens, sequences, width] f32, receives o.
     """
-    dim = plan.config.kda_head_dim
+    dim, group, sequences = plan.config.kda_head_dim, plan.head_group, plan.sequences
+    counts_of_group = jnp.concatenate([count] * group, axis=0)  # [group * sequences, 1]
 
-    def head(h: Scalar, _: None) -> None:
-        at = lanes(h * dim, dim)
-        trial[...] = state[h]
+    def head_group(g: Scalar, _: None) -> None:
+        first = g * group
+        trial[...] = state[pl.ds(first, group)].reshape(trial.shape)
 
         def token(t: Scalar, _: None) -> None:
-            q, k, v, decay, beta = (rows[plane, t, :, at] for plane in (query, K, V, DECAY, BETA))  # [sequences, dim]
-            counts = t < count
+            def of_heads(plane: int) -> jax.Array:
+                heads = [rows[plane, t, :, lanes((first + i) * dim, dim)] for i in range(group)]
+                return jnp.concatenate(heads, axis=0)  # [group * sequences, dim]
+
+            q, k, v, decay, beta = map(of_heads, (query, K, V, DECAY, BETA))
+            counts = t < counts_of_group
             decay, beta = jnp.where(counts, decay, 1.0), jnp.where(counts, beta, 0.0)
-            s = trial[...] * decay[:, :, None]  # [sequences, key, value]
+            s = trial[...] * decay[:, :, None]  # [group * sequences, key, value]
             update = beta * (v - sum_over_keys(s * k[:, :, None]))
             s = s + k[:, :, None] * update[:, None, :]
             trial[...] = s
-            read[t, :, at] = sum_over_keys(s * q[:, :, None])
+            out = sum_over_keys(s * q[:, :, None])
+            for i in range(group):
+                read[t, :, lanes((first + i) * dim, dim)] = out[i * sequences : (i + 1) * sequences]
 
         lax.fori_loop(0, most, token, None)
         if keep:
-            state[h] = trial[...]
+            state[pl.ds(first, group)] = trial[...].reshape(group, *state.shape[1:])
 
-    lax.fori_loop(0, plan.config.kda_num_heads, head, None)
+    lax.fori_loop(0, plan.config.kda_num_heads // group, head_group, None)
 
 
 def gated_norm(plan: Plan, read: jax.Array, gate: jax.Array, weight: jax.Array) -> jax.Array:

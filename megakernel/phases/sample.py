@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megakernel.control import when
+from megakernel.control import when, when_at
 from megakernel.phases.random import gumbel, threefry2x32
 from megakernel.plan import Plan
 from megakernel.stream import Ref, Scalar
@@ -60,8 +60,8 @@ def choose_token(logits: jax.Array, scratch: Ref, sampling: RowSampling, positio
     """
     scratch[...] = logits
 
-    @when(sampling.temperature > 0.0)
-    def draw() -> None:
+    @when_at(sampling.temperature > 0.0, position)
+    def draw(position: Scalar) -> None:
         scratch[...] = scratch[...] / sampling.temperature
         _filter(scratch, sampling)
         scratch[...] += _noise(sampling, position, scratch.shape)

@@ -27,7 +27,7 @@ def draft_left_to_right(config: DSparkConfig, step: Step) -> None:
     positions = step.all_current(POSITION)
     samplings = [sample.RowSampling.of(refs.sampling_floats, refs.sampling_ints, s) for s in range(sequences)]
     for slot in range(plan.tokens - 1):
-        bias = _bias(step, previous)  # [rows, vocabulary lanes]
+        bias = _bias(step, previous)
         for sequence in range(sequences):
             row = slot * sequences + sequence
             logits = sample.masked_logits(plan, refs.out_draft_head[row : row + 1] + bias[sequence : sequence + 1])
@@ -37,7 +37,7 @@ def draft_left_to_right(config: DSparkConfig, step: Step) -> None:
 
 
 def _bias(step: Step, previous: list[Scalar]) -> jax.Array:
-    """[rows, vocabulary lanes] f32"""
+    """Row s is the bias of sequence s.  # [at least sequences, vocabulary lanes] f32"""
     plan, refs = step.plan, step.refs
     EmbeddingRows(plan, refs.draft_markov_w1, refs.draft_markov_rows, refs.draft_done).fetch(previous)
     at = lax.broadcasted_iota(jnp.int32, (POSITION_GROUP, 1), 0)
@@ -45,4 +45,5 @@ def _bias(step: Step, previous: list[Scalar]) -> jax.Array:
     for sequence, token in enumerate(previous):
         group = refs.draft_markov_rows[sequence].astype(jnp.float32)
         found.append(jnp.sum(jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0), axis=0, keepdims=True))
-    return dot(whole_tiles(found, plan.rows).astype(plan.activations), refs.draft_markov_out[...])
+    rows = max(plan.sequences, plan.target.min_product_rows)
+    return dot(whole_tiles(found, rows).astype(plan.activations), refs.draft_markov_out[...])
