@@ -130,9 +130,10 @@ def name_loops(program: Loop, plan: Plan) -> None:
     layer.name = "layer"
     for loop, name in zip(layer.inner, parts, strict=True):
         loop.name = name
-    filters = [loop for loop in round_.inner[layers[0] + 1 :] if len(loop.inner) == _FILTERS]
-    if len(filters) == 1:
-        filters[0].name = "draw (if sampled)"
+    after = [loop for outer in round_.inner[layers[0] + 1 :] for _, loop in outer.walk()]
+    draws = [loop for loop in after if len(loop.inner) == _FILTERS]
+    if len(draws) == 1:
+        draws[0].name = "draw (if sampled)"
 
 
 def _slots(utilization: str) -> tuple[list[str], list[list[int]]]:
