@@ -105,7 +105,7 @@ class DSparkDrafter:
         lanes = context.cache_lanes(own)
         return {
             "draft_vectors": Buffer(self._vector_table(), "float32"),
-            "draft_markov_out": Buffer((self._rank(), self._vocabulary(plan)), plan.weights),
+            "draft_markov_out": Buffer((own.markov_rank, self._vocabulary(plan)), plan.weights),
             "draft_markov_rows": Buffer((plan.sequences, POSITION_GROUP, self._rank()), plan.weights),
             "draft_embedding_rows": Buffer((plan.sequences + 1, POSITION_GROUP, own.hidden_size), plan.weights),
             "draft_stream": Buffer((rows, own.hidden_size), "float32"),
@@ -123,7 +123,7 @@ class DSparkDrafter:
         rows = round_up(own.vocab_size, POSITION_GROUP)
         return {
             "draft_vector_table": Buffer(self._vector_table(), "float32"),
-            "draft_markov_w2": Buffer((self._rank(), self._vocabulary(plan)), plan.weights),
+            "draft_markov_w2": Buffer((own.markov_rank, self._vocabulary(plan)), plan.weights),
             "draft_markov_w1": Buffer((rows, self._rank()), plan.weights),
             "draft_embedding": Buffer((rows, own.hidden_size), plan.weights),
         }
@@ -167,7 +167,7 @@ class DSparkDrafter:
         for name, row in context.vector_rows(own).items():
             vector = context.vector_of(own, weights, name)
             arrays["draft_vector_table"][row, : len(vector)] = vector
-        arrays["draft_markov_w2"][: own.markov_rank, : own.vocab_size] = weights["markov_head.markov_w2.weight"].T
+        arrays["draft_markov_w2"][:, : own.vocab_size] = weights["markov_head.markov_w2.weight"].T
         arrays["draft_markov_w1"][: own.vocab_size, : own.markov_rank] = weights["markov_head.markov_w1.weight"]
         embedding = weights["target.embed_tokens" if own.shares_embeddings else "embed_tokens.weight"]
         arrays["draft_embedding"][: own.vocab_size] = embedding

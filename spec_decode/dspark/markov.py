@@ -46,4 +46,5 @@ def _bias(step: Step, previous: list[Scalar]) -> jax.Array:
         group = refs.draft_markov_rows[sequence].astype(jnp.float32)
         found.append(jnp.sum(jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0), axis=0, keepdims=True))
     rows = max(plan.sequences, plan.target.min_product_rows)
-    return dot(whole_tiles(found, rows).astype(plan.activations), refs.draft_markov_out[...])
+    rank = refs.draft_markov_out.shape[0]
+    return dot(whole_tiles(found, rows)[:, :rank].astype(plan.activations), refs.draft_markov_out[...])
