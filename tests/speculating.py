@@ -71,8 +71,8 @@ class Scripted:
     def fill_request(self, plan: Plan, slot: int, known: list[int], arrays: Mapping[str, np.ndarray]) -> None:
         rows, script = arrays["script"][slot], self.scripts.get(slot, [])
         rows[0, : len(script)] = script[: rows.shape[1]]
-        rows[1] = [self.right(anchor) for anchor in range(rows.shape[1])]
-        rows[2] = [self.count(anchor) for anchor in range(rows.shape[1])]
+        rows[1, : plan.context] = [self.right(anchor) for anchor in range(plan.context)]
+        rows[2, : plan.context] = [self.count(anchor) for anchor in range(plan.context)]
 
     def semaphores(self, plan: Plan) -> dict[str, int]:
         return {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -139,19 +140,21 @@ def test_scripted_drafts_change_nothing(drafts: int, sequences: int) -> None:
 
 @pytest.mark.slow
 def test_real_drafters_change_nothing() -> None:
-    """Prompt lookup, and a random DSpark drafter; 1,500 tokens."""
+    """Prompt lookup of single tokens, and a random DSpark drafter; 680 tokens."""
     made = 0
-    for drafter, drafts in ((NGramDrafter(), 3), (DSparkDrafter(MINI_DRAFTER), 4)):
+    every = np.random.default_rng(0).permutation(384)[:350].tolist()  # something to look nearly every token up in
+    for drafter, drafts in ((NGramDrafter(shortest=1), 3), (DSparkDrafter(MINI_DRAFTER), 4)):
         ours = session(drafter, drafts, 2)
+        prompts = (PROMPTS[0], every, PROMPTS[2]) if drafter.name == "ngram" else PROMPTS
         for number, sampling in enumerate((GREEDY, *SAMPLINGS)):
             for shift in range(2):
-                asks = [Ask(PROMPTS[shift + slot], 41 - 7 * slot, sampling, number + slot) for slot in range(2)]
+                asks = [Ask(prompts[shift + slot], 41 - 7 * slot, sampling, number + slot) for slot in range(2)]
                 for slot, result in enumerate(run(ours, asks)):
                     assert_same(ours, slot, result, plain(asks[slot]))
                     made += len(result.tokens)
         proposed = ours.proposed.sum()
         assert proposed > 50, f"{drafter.name} proposed {proposed} drafts: this shows nothing"
-    assert made >= 700
+    assert made >= 600
 
 
 # The cases below share the plan of 3 drafts and one sequence.
@@ -201,15 +204,14 @@ def play(prompt: int, new: int, right: Callable[[int], int], count: Callable[[in
 
 def test_states_after_a_hundred_rounds_of_rejections() -> None:
     """Every number of accepted drafts, 0 to K, follows every other one; states, tails and latents stay exact."""
-    order = [0, 1, 2, 3, 3, 2, 0, 2, 1, 3, 0, 0, 3, 1, 1, 2, 2]
+    order = np.random.default_rng(1).integers(0, K + 1, CONTEXT).tolist()
     ask = Ask(PROMPTS[0], 240, SamplingParams(temperature=1.0), 4)
-    right = lambda anchor: order[anchor * 5 % len(order)]  # noqa: E731
-    ours = told(right, scripts([ask])[0])
+    ours = told(order.__getitem__, scripts([ask])[0])
     (result,) = run(ours, [ask])
     assert_same(ours, 0, result, plain(ask))
-    played = play(len(ask.prompt), ask.new, right)
+    played = play(len(ask.prompt), ask.new, order.__getitem__)
     assert played.rounds >= 95
-    assert set(zip(played.patterns, played.patterns[1:], strict=False)) >= {(0, 3), (3, 0), (3, 3), (0, 0), (2, 1)}
+    assert len(set(itertools.pairwise(played.patterns))) == (K + 1) ** 2
 
 
 def test_statistics() -> None:
@@ -498,7 +500,8 @@ def differences(model: LoadedModel) -> set[str]:
     """Where 2 drafts a round, now right and now wrong, differ from plain decoding."""
     ask, found = Ask(PROMPTS[0][:5], 16, SamplingParams(temperature=1.0), 8), set()
     expected = plain(ask)
-    ours = open_session(model, Scripted(scripts([ask]), lambda anchor: anchor % 3), 2, context=CONTEXT)
+    order = [0, 0, 0, 0, 0, 1, 2, 0, 0, 2, 0, 1, 2, 1, 0, 2, 1, 0, 1, 2, 0]  # from position 5: every number, twice
+    ours = open_session(model, Scripted(scripts([ask]), lambda anchor: order[anchor % 21]), 2, context=CONTEXT)
     (result,) = run(ours, [ask])
     if result.tokens != expected.tokens:
         found.add("tokens")
