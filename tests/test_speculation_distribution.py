@@ -7,7 +7,7 @@ closed form, and the bookkeeping, the acceptance and the sampling of thousands o
 Power: with n draws and k cells, a law that differs by an effect of w = sqrt(sum (p - q)^2 / p) makes the chi-square
 statistic noncentral, with noncentrality n w^2. At a level of 1e-4 a test refuses the right law in one run of 10,000
 (seeds are fixed, so never by chance), and `test_power` computes that it finds w = 0.2 with a probability above 0.99.
-The mistakes below have effects of 0.3 and more.
+Each of the mistakes below gets a p-value under 1e-6.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
@@ -37,9 +38,11 @@ from spec_decode import NGramDrafter
 scipy_stats = pytest.importorskip("scipy.stats")
 
 VOCAB, SEQUENCES, NEW = 8, 4, 3
+WANTED = 5
+"""New tokens of a launch: more than the `NEW` whose law is tested, so that rounds are full."""
 DRAWS = 4000
 LEVEL = 1e-4
-PROMPT = [1, 2, 3, 1]  # prompt lookup drafts 2, 3, 1
+PROMPT = [7, 6, 0, 7]  # prompt lookup drafts 6, 0, 7; the likeliest tokens are 6, 0, 6
 CONFIG = dataclasses.replace(
     ModelConfig.preset("k3-mini"), vocab_size=VOCAB, eos_token_ids=(7,), bos_token_id=0, pad_token_id=6
 )
@@ -71,7 +74,7 @@ class Coupled(Scripted):
     def propose(self, step: Any, index: Any) -> Any:
         plan, refs = step.plan, step.refs
         other = TABLE + np.random.default_rng(1).normal(0, 0.6, TABLE.shape).astype(np.float32)
-        table = jnp.asarray(TABLE).astype(jnp.bfloat16).astype(jnp.float32) if self.rounded else other
+        table = TABLE.astype(ml_dtypes.bfloat16).astype(np.float32) if self.rounded else other
 
         def one(sequence: jax.Array, _: None) -> None:
             how = sample.RowSampling.of(refs.sampling_floats, refs.sampling_ints, sequence)
@@ -102,7 +105,7 @@ def line(table: Any, token: jax.Array) -> jax.Array:
 
 
 DRAFTERS = {
-    "fixed": Scripted({s: [*PROMPT, 5, 5, 5] for s in range(SEQUENCES)}),
+    "fixed": Scripted({s: [*PROMPT, 6, 0, 6, 0, 6] for s in range(SEQUENCES)}),
     "prompt lookup": NGramDrafter(shortest=1),
     "coupled": Coupled(),
 }
@@ -136,7 +139,7 @@ def compiled(drafter: Any) -> Launches:
             def one(seed: jax.Array) -> tuple[jax.Array, jax.Array]:
                 how = {"sampling_floats": floats, "sampling_ints": ints.at[:, sample.SEED_LOW].set(seed)}
                 found, _ = kernel.launch(plan, weights, caches, asked | how, interpret=True)
-                return found["new_tokens"][:, len(PROMPT) - 1 :][:, :NEW], found["accepted"].sum()
+                return found["new_tokens"][:, len(PROMPT) - 1 :][:, :WANTED], found["accepted"].sum()
 
             return lax.map(one, seeds)
 
@@ -145,7 +148,7 @@ def compiled(drafter: Any) -> Launches:
 
 
 def _request(sampling: SamplingParams) -> SlotRequest:
-    return SlotRequest(PROMPT, 0, PROMPT, NEW, sampling, 0)
+    return SlotRequest(PROMPT, 0, PROMPT, WANTED, sampling, 0)
 
 
 def _seeds() -> jax.Array:
@@ -158,11 +161,11 @@ def launches(name: str) -> Launches:
 
 
 def emitted(run: Launches, sampling: SamplingParams) -> tuple[np.ndarray, int]:
-    """The first three new tokens for seeds 0 to DRAWS - 1, and how many drafts were accepted.  # [DRAWS, NEW]"""
+    """The new tokens for seeds 0 to DRAWS - 1, and how many drafts were accepted.  # [DRAWS, WANTED]"""
     plan = make_plan(CONFIG, sequences=SEQUENCES, context=128, launch_steps=16)
     how = _request_arrays(plan, [_request(sampling)] * SEQUENCES, [])
     tokens, accepted = run(_seeds(), how["sampling_floats"], how["sampling_ints"])
-    return np.asarray(tokens).reshape(-1, NEW), int(accepted.sum())
+    return np.asarray(tokens).reshape(-1, WANTED), int(accepted.sum())
 
 
 def one_step_law(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
@@ -188,7 +191,7 @@ def law(sampling: SamplingParams) -> np.ndarray:
 def p_value(tokens: np.ndarray, expected: np.ndarray) -> float:
     """Of Pearson's chi-square; cells with fewer than 5 expected draws are one cell. 0 if the impossible happened."""
     counts = np.zeros(expected.shape)
-    np.add.at(counts, tuple(tokens.T), 1)
+    np.add.at(counts, tuple(tokens[:, :NEW].T), 1)
     if counts[expected == 0].any():
         return 0.0
     large = expected * len(tokens) >= 5
@@ -207,6 +210,7 @@ def test_power(point: str) -> None:
     assert scipy_stats.ncx2.sf(threshold, cells - 1, DRAWS * 0.2**2) > 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_first_three_tokens_have_the_law_of_the_target(name: str) -> None:
     for point, sampling in POINTS.items():
@@ -214,9 +218,10 @@ def test_first_three_tokens_have_the_law_of_the_target(name: str) -> None:
         p = p_value(tokens, law(sampling))
         print(f"{name}, {point}: p = {p:.3f}, {accepted / DRAWS:.2f} drafts accepted a sequence")
         assert p > LEVEL, point
-        assert accepted > 0.1 * DRAWS
+        assert accepted > 0.3 * DRAWS
 
 
+@pytest.mark.slow
 def test_every_seed_gives_the_tokens_of_plain_decoding() -> None:
     """Stronger than the law: the same tokens, seed by seed, whatever drafts."""
     plain = compiled(None)
@@ -240,7 +245,7 @@ def test_a_drafter_with_rounded_logits_changes_nothing() -> None:
         other, fewer = emitted(launches("coupled"), POINTS[point])
         np.testing.assert_array_equal(tokens, other)
         assert accepted > fewer  # it is a much better drafter, yet not a perfect one
-        assert accepted < 2 * DRAWS
+        assert accepted < 3 * DRAWS  # five new tokens, one with the prompt, then a round of four
 
 
 # Mistakes
@@ -282,6 +287,7 @@ def drafts_are_believed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rounds, "_accept_sequence", wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [shared_noise, no_temperature_on_drafted_rows, drafts_are_believed])
 def test_mistakes_bend_the_law(mistake: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
