@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from megakernel import layers, memory, rounds, stream
 from megakernel.control import when, when_at
 from megakernel.layers import Step
+from megakernel.phases.linear import widened
 from megakernel.phases.mix import mix
 from megakernel.plan import POSITION_GROUP, Plan
 from megakernel.stream import Scalar
@@ -104,7 +105,7 @@ def embed(step: Step) -> None:
     refs.stream[prefix] = jnp.zeros((plan.rows, config.hidden_size), jnp.float32)
     for row, token in enumerate(tokens):
         at = lax.broadcasted_iota(jnp.int32, (POSITION_GROUP, 1), 0)
-        group = refs.embedding_rows[row].astype(jnp.float32)  # [POSITION_GROUP, hidden]
+        group = widened(refs.embedding_rows[row])  # [POSITION_GROUP, hidden]
         found = jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0)
         refs.stream[prefix, row : row + 1] = jnp.sum(found, axis=0, keepdims=True)
 

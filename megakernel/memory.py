@@ -11,7 +11,7 @@ from megakernel.program import LANES, round_up
 if TYPE_CHECKING:
     from megakernel.plan import Plan
 
-_ITEM_BYTES = {"float32": 4, "uint32": 4, "int32": 4, "bfloat16": 2}
+_ITEM_BYTES = {"float32": 4, "uint32": 4, "int32": 4, "bfloat16": 2, "uint16": 2}
 MAX_STOP_TOKENS = 8
 KDA_PLANES, KDA_KEPT_PLANES = 8, 7
 """Planes of `kda_rows` (see `phases.kda`), and how many of them replay needs."""
@@ -53,9 +53,9 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
     hidden, activations = config.hidden_size, plan.activations
     head_dim, taps = config.kda_head_dim, config.short_conv_kernel_size
     buffers = {
-        "ring": Buffer((plan.ring_depth, plan.block_k, plan.block_n), plan.weights),
+        "ring": Buffer((plan.ring_depth, plan.block_k, plan.block_n), plan.storage),
         "vectors": Buffer((2, *plan.vector_table), "float32"),
-        "embedding_rows": Buffer((plan.live_rows, POSITION_GROUP, hidden), plan.weights),
+        "embedding_rows": Buffer((plan.live_rows, POSITION_GROUP, hidden), plan.storage),
         "stream": Buffer((config.num_snapshots + 1, rows, hidden), "float32"),
         "operand": Buffer((rows, plan.operand_width), activations),
         "scaled_logits": Buffer((1, plan.output_width(plan.matrices["head"])), "float32"),
@@ -83,7 +83,7 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
             "contexts": Buffer((rows, heads, config.kv_lora_rank), "float32"),
         }
     if plan.moe_layers:
-        expert = plan.weights if config.expert_format == "bf16" else "uint32"
+        expert = plan.storage if config.expert_format == "bf16" else "uint32"
         (in_rows, in_lanes), (out_rows, out_lanes) = plan.expert_shapes
         buffers |= {
             "expert_in": Buffer((plan.expert_slots, in_rows, in_lanes), expert),
@@ -132,12 +132,12 @@ def weight_buffers(plan: Plan) -> dict[str, Buffer]:
 
     config = plan.config
     buffers = {
-        "tape": Buffer((plan.tape_blocks, plan.block_k, plan.block_n), plan.weights),
+        "tape": Buffer((plan.tape_blocks, plan.block_k, plan.block_n), plan.storage),
         "vector_tables": Buffer((config.num_hidden_layers + 1, *plan.vector_table), "float32"),
-        "embedding": Buffer((round_up(config.vocab_size, POSITION_GROUP), config.hidden_size), plan.weights),
+        "embedding": Buffer((round_up(config.vocab_size, POSITION_GROUP), config.hidden_size), plan.storage),
     }
     if plan.moe_layers:
-        expert = plan.weights if config.expert_format == "bf16" else "uint32"
+        expert = plan.storage if config.expert_format == "bf16" else "uint32"
         experts = plan.moe_layers * config.num_experts
         shape_in, shape_out = plan.expert_shapes
         buffers |= {"bank_in": Buffer((experts, *shape_in), expert), "bank_out": Buffer((experts, *shape_out), expert)}

@@ -14,7 +14,9 @@ from megakernel.program import LANES, Column, Matrix, kda_vectors, round_up
 from model.layout import expert_name
 
 Weights = Mapping[str, np.ndarray]
-_NUMPY = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32)}
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_NUMPY = {"float32": np.dtype(np.float32), "bfloat16": _BFLOAT16, "uint16": _BFLOAT16, "uint32": np.dtype(np.uint32)}
+"""What arrays are filled as; "uint16" holds the bits of bfloat16."""
 
 
 def pack(plan: Plan, weights: Weights, draft_weights: Weights | None = None) -> dict[str, np.ndarray]:
@@ -24,7 +26,8 @@ def pack(plan: Plan, weights: Weights, draft_weights: Weights | None = None) -> 
       weights: tensors by the names of `model.layout`, [out, in]; read one at a time.
       draft_weights: tensors of the plan's drafter, if it has any.
     """
-    packed = {name: np.zeros(buffer.shape, _NUMPY[buffer.dtype]) for name, buffer in weight_buffers(plan).items()}
+    buffers = weight_buffers(plan)
+    packed = {name: np.zeros(buffer.shape, _NUMPY[buffer.dtype]) for name, buffer in buffers.items()}
     drafts = _with_target(plan, weights, draft_weights or {})
     _pack_tape(plan, weights, drafts, packed["tape"])
     if plan.drafter:
@@ -33,7 +36,7 @@ def pack(plan: Plan, weights: Weights, draft_weights: Weights | None = None) -> 
     packed["embedding"][: plan.config.vocab_size] = weights["model.embed_tokens.weight"]
     if plan.moe_layers:
         _pack_bank(plan, weights, packed["bank_in"], packed["bank_out"])
-    return packed
+    return {name: a.view(np.uint16) if buffers[name].dtype == "uint16" else a for name, a in packed.items()}
 
 
 # ---- tape ----

@@ -145,6 +145,12 @@ class Plan:
         return self.layer_starts[-1][0] + self.blocks(program.head_matrices(self.config))
 
     @property
+    def storage(self) -> str:
+        """Element type of weights in memory. Where products are in float32, bfloat16 is kept as bits: a shift widens
+        it, and XLA's CPU backend takes twice as long over its own conversion."""
+        return "uint16" if self.target.multiplies_float32 else self.weights
+
+    @property
     def block_bytes(self) -> int:
         return self.block_k * self.block_n * BYTES[self.weights]
 

@@ -145,7 +145,7 @@ class Session:
 
 
 def _packed_weights(model: LoadedModel, plan: Plan, drafts: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    key = ("packed", plan.block_k, plan.block_n, plan.weights, plan.drafter)
+    key = ("packed", plan.block_k, plan.block_n, plan.storage, plan.drafter)
     if key not in model.derived:
         model.derived[key] = {name: jnp.asarray(array) for name, array in pack(plan, model.weights, drafts).items()}
     return model.derived[key]

@@ -25,6 +25,7 @@ class Target:
       weights: number format of the tape and the embedding table.
       min_row_tile: rows of the tile that everything but products computes on, at least.
       min_product_rows: fewest rows of a product; from there on a row's result does not depend on how many there are.
+      multiplies_float32: whether the matrix unit takes float32; if not, float32 activations go through it in pieces.
       lane_aligned: whether array slices must begin at multiples of 128 lanes.
     """
 
@@ -38,6 +39,7 @@ class Target:
     weights: Number
     min_row_tile: int
     min_product_rows: int
+    multiplies_float32: bool
     lane_aligned: bool
 
 
@@ -53,13 +55,15 @@ def _tpu(name: str, topology: str, vmem_mib: int, hbm_gb: float, hbm_gb_per_s: f
         weights="bfloat16",
         min_row_tile=16,
         min_product_rows=16,
+        multiplies_float32=False,
         lane_aligned=True,
     )
 
 
-# The interpreters have no tiles and no fast memory of their own. Float32 is the CPU's native matrix format and holds
-# every bfloat16 weight exactly; "VMEM" there is ordinary memory, bounded like the largest TPU's. The row tile holds the
-# largest batch, as on the TPUs: XLA chooses the order of sums by an array's shape, so rows must never change it.
+# The interpreters have no tiles and no fast memory of their own. Float32 is the CPU's native matrix format; bfloat16
+# weights are widened to it without loss as they are used. "VMEM" there is ordinary memory, bounded like the largest
+# TPU's. The row tile holds the most rows that a step carries: XLA chooses the order of sums by an array's shape, so
+# rows must never change it.
 CPU = Target(
     name="cpu",
     topology=None,
@@ -68,9 +72,10 @@ CPU = Target(
     hbm_bytes=1 << 40,
     hbm_bytes_per_s=None,
     activations="float32",
-    weights="float32",
+    weights="bfloat16",
     min_row_tile=16,
     min_product_rows=2,
+    multiplies_float32=True,
     lane_aligned=False,
 )
 

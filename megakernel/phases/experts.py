@@ -55,16 +55,17 @@ def expert_output(plan: Plan, x: jax.Array, gate_up: jax.Array, down: jax.Array)
     """`W2 act(W1 x, W3 x)` of one expert.  # x [rows, latent] -> [rows, latent lanes] f32"""
     config = plan.config
     width = round_up(config.moe_intermediate_size, LANES)
-    both = rounded(plan, dot(x, _weights(plan, gate_up, config.routed_expert_hidden_size)))
+    both = rounded(plan, dot(plan, x, _weights(plan, gate_up, config.routed_expert_hidden_size)))
     hidden = activation(plan, both[:, :width], both[:, width:])[:, : config.moe_intermediate_size]
-    return rounded(plan, dot(hidden.astype(x.dtype), _weights(plan, down, config.moe_intermediate_size)))
+    return rounded(plan, dot(plan, hidden.astype(x.dtype), _weights(plan, down, config.moe_intermediate_size)))
 
 
 def _weights(plan: Plan, packed: jax.Array, k: int) -> jax.Array:
     """One expert matrix as the matrix unit takes it.  # [k, lanes]"""
     if plan.config.expert_format == "bf16":
         return packed
-    return decode_mxfp4(packed, k).astype(plan.weights)
+    decoded = decode_mxfp4(packed, k)
+    return decoded if plan.target.multiplies_float32 else decoded.astype(jnp.bfloat16)
 
 
 def decode_mxfp4(packed: jax.Array, k: int) -> jax.Array:

@@ -23,14 +23,25 @@ def rounded(plan: Plan, x: jax.Array) -> jax.Array:
     return x.astype(plan.activations).astype(jnp.float32)
 
 
-def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+def dot(plan: Plan, x: jax.Array, w: jax.Array) -> jax.Array:
     """`[m, k] @ [k, n]`, accumulated in float32. Float32 activations meet bfloat16 weights without loss."""
-    if x.dtype == jnp.float32 and w.dtype == jnp.bfloat16:
+    if plan.target.multiplies_float32:
+        return _multiply(x.astype(jnp.float32), widened(w), lax.Precision.HIGHEST)
+    if x.dtype == jnp.float32:
         return _split_dot(x, w)
-    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
-    return lax.dot_general(
-        x.astype(w.dtype), w, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    return _multiply(x, w, None)
+
+
+def _multiply(x: jax.Array, w: jax.Array, precision: lax.Precision | None) -> jax.Array:
+    numbers = (((1,), (0,)), ((), ()))
+    return lax.dot_general(x, w, numbers, precision=precision, preferred_element_type=jnp.float32)
+
+
+def widened(w: jax.Array) -> jax.Array:
+    """Weights as stored (see `Plan.storage`) to float32, without loss."""
+    if w.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(w.astype(jnp.uint32) << 16, jnp.float32)
+    return w.astype(jnp.float32)
 
 
 def _split_dot(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -40,7 +51,7 @@ def _split_dot(x: jax.Array, w: jax.Array) -> jax.Array:
         piece = x.astype(jnp.bfloat16)
         pieces.append(piece)
         x = x - piece.astype(jnp.float32)
-    high, middle, low = jnp.split(dot(jnp.concatenate(pieces), w), 3)
+    high, middle, low = jnp.split(_multiply(jnp.concatenate(pieces), w, None), 3)
     return high + (middle + low)
 
 
@@ -65,7 +76,7 @@ def linear(plan: Plan, tape: Tape, index: Scalar, x: jax.Array, matrix: Matrix, 
         def add_block(step: Scalar | int, total: jax.Array) -> jax.Array:
             at = index + tile * tiling.k_tiles + step
             x_part = inputs(quotient(tile, tiling.tiles_per_group), step * plan.block_k, plan.block_k)
-            total = total + dot(x_part, tape.take(at)[...])  # [product rows, block_n]
+            total = total + dot(plan, x_part, tape.take(at)[...])  # [product rows, block_n]
             tape.give_back(at)
             return total
 
@@ -80,7 +91,7 @@ def linear(plan: Plan, tape: Tape, index: Scalar, x: jax.Array, matrix: Matrix, 
                 break
             group = _clamp(quotient(tile, tiling.tiles_per_group), matrix.groups - 1)
             rows = slice(part * tiling.k_padded, (part + 1) * tiling.k_padded)
-            store(tile, dot(inputs(group, 0, tiling.k_padded), weights[rows]))
+            store(tile, dot(plan, inputs(group, 0, tiling.k_padded), weights[rows]))
         tape.give_back(index + block)
 
     if tiling.fold == 1:

@@ -11,7 +11,7 @@ from megakernel.control import when
 from megakernel.layers import Step
 from megakernel.memory import POSITION, TOKEN
 from megakernel.phases import mla
-from megakernel.phases.linear import rounded, whole_tiles
+from megakernel.phases.linear import rounded, whole_tiles, widened
 from megakernel.phases.mla import Softmax
 from megakernel.plan import MAX_ROWS, POSITION_GROUP
 from megakernel.stream import EmbeddingRows, LatentPages, Scalar, quotient
@@ -38,7 +38,7 @@ def _embed_block(config: DSparkConfig, step: Step) -> None:
     at = lax.broadcasted_iota(jnp.int32, (POSITION_GROUP, 1), 0)
     rows = []
     for i, token in enumerate(tokens):
-        group = refs.draft_embedding_rows[i].astype(jnp.float32)
+        group = widened(refs.draft_embedding_rows[i])
         rows.append(jnp.sum(jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0), axis=0, keepdims=True))
     *anchors, mask = rows
     refs.draft_stream[...] = jnp.broadcast_to(mask, refs.draft_stream.shape)

@@ -105,9 +105,9 @@ class DSparkDrafter:
         lanes = context.cache_lanes(own)
         return {
             "draft_vectors": Buffer(self._vector_table(), "float32"),
-            "draft_markov_out": Buffer((own.markov_rank, self._vocabulary(plan)), plan.weights),
-            "draft_markov_rows": Buffer((plan.sequences, POSITION_GROUP, self._rank()), plan.weights),
-            "draft_embedding_rows": Buffer((plan.sequences + 1, POSITION_GROUP, own.hidden_size), plan.weights),
+            "draft_markov_out": Buffer((own.markov_rank, self._vocabulary(plan)), plan.storage),
+            "draft_markov_rows": Buffer((plan.sequences, POSITION_GROUP, self._rank()), plan.storage),
+            "draft_embedding_rows": Buffer((plan.sequences + 1, POSITION_GROUP, own.hidden_size), plan.storage),
             "draft_stream": Buffer((rows, own.hidden_size), "float32"),
             "draft_fresh": Buffer((rows, lanes), "float32"),
             "draft_block": Buffer((rows, lanes), "float32"),
@@ -123,9 +123,9 @@ class DSparkDrafter:
         rows = round_up(own.vocab_size, POSITION_GROUP)
         return {
             "draft_vector_table": Buffer(self._vector_table(), "float32"),
-            "draft_markov_w2": Buffer((own.markov_rank, self._vocabulary(plan)), plan.weights),
-            "draft_markov_w1": Buffer((rows, self._rank()), plan.weights),
-            "draft_embedding": Buffer((rows, own.hidden_size), plan.weights),
+            "draft_markov_w2": Buffer((own.markov_rank, self._vocabulary(plan)), plan.storage),
+            "draft_markov_w1": Buffer((rows, self._rank()), plan.storage),
+            "draft_embedding": Buffer((rows, own.hidden_size), plan.storage),
         }
 
     def caches(self, plan: Plan) -> dict[str, Buffer]:

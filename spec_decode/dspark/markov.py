@@ -13,7 +13,7 @@ from jax import lax
 from megakernel.layers import Step
 from megakernel.memory import POSITION, TOKEN
 from megakernel.phases import sample
-from megakernel.phases.linear import dot, whole_tiles
+from megakernel.phases.linear import dot, whole_tiles, widened
 from megakernel.plan import POSITION_GROUP
 from megakernel.stream import EmbeddingRows, Scalar
 from spec_decode.dspark.config import DSparkConfig
@@ -43,8 +43,8 @@ def _bias(step: Step, previous: list[Scalar]) -> jax.Array:
     at = lax.broadcasted_iota(jnp.int32, (POSITION_GROUP, 1), 0)
     found = []
     for sequence, token in enumerate(previous):
-        group = refs.draft_markov_rows[sequence].astype(jnp.float32)
+        group = widened(refs.draft_markov_rows[sequence])
         found.append(jnp.sum(jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0), axis=0, keepdims=True))
     rows = max(plan.sequences, plan.target.min_product_rows)
     rank = refs.draft_markov_out.shape[0]
-    return dot(whole_tiles(found, rows)[:, :rank].astype(plan.activations), refs.draft_markov_out[...])
+    return dot(plan, whole_tiles(found, rows)[:, :rank].astype(plan.activations), refs.draft_markov_out[...])
