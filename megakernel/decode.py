@@ -97,11 +97,13 @@ def decode(
         generation into several launches, since the host has to look at the text.
       logprobs: also return the log-probability of each new token.
       seed: an integer from 0 to 2**64 - 1, one for all prompts or one for each. A prompt, its sampling and its seed
-        give the same tokens in any batch. Default: drawn anew, and reported in the result.
+        give the same tokens in any batch. Default: one drawn for each prompt, and reported in its `Generation`.
       backend: "auto" (a TPU if there is one, else "interpret"), "interpret", "simulate" (race detection, slow), "tpu",
         or "reference" (the flax model instead of the kernel).
       draft: speculative decoding: "none", "ngram" (prompt lookup), "dspark" (the shipped drafter of this model) or the
-        folder of a DSpark checkpoint. It never changes tokens or log-probabilities, only how many come out a round.
+        folder of a DSpark checkpoint. It changes how many tokens come out a round, not which: choices are those of
+        plain decoding. (A DSpark drafter needs the kernel to read the whole prompt, where plain decoding takes a prompt
+        above 64 tokens through the reference: equal maths, rounded differently.)
       draft_tokens: drafts verified in a round, at most 15 for one sequence; default: as many as drafter and rows allow.
       stream: yield `Piece`s while decoding, a launch of a few tokens at a time.
 

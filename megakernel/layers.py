@@ -209,7 +209,8 @@ def moe_ffn(step: Step, index: Scalar, moe_layer: Scalar, x: jax.Array) -> jax.A
     routed, index = step.linear(index, x, "route")
     router = step.plan.matrices["route"].columns[0].padded
     bias = step.vector("router_bias", config.num_experts)
-    refs.expert_weights[...] = route.expert_weights(plan, step.rows_of(routed, 0, router), bias, step.active())
+    logits = step.rows_of(routed, 0, router)
+    refs.expert_weights[...] = route.expert_weights(plan, logits, bias, step.active())
     count = route.start_experts(plan, refs.expert_weights[...], moe_layer, step.experts, refs.chosen_experts)
     latent = step.take(routed, "route", "latent") if config.latent_experts else x
     refs.expert_input[...] = latent.astype(plan.activations)
@@ -227,7 +228,8 @@ def moe_ffn(step: Step, index: Scalar, moe_layer: Scalar, x: jax.Array) -> jax.A
         refs.chosen_experts,
         refs.expert_sum,
     )
-    total = rounded(plan, refs.expert_sum[:, : config.routed_expert_hidden_size])
+    total = refs.expert_sum[:, : config.routed_expert_hidden_size] + route.poison(plan, logits, bias)
+    total = rounded(plan, total)
     if config.latent_moe_use_norm:
         total = step.norm(total, "latent_norm")
     if config.latent_experts:

@@ -313,19 +313,20 @@ def make_plan(
     Raises:
       PlanError: the request cannot be served; the message says which number is too large and which knob helps.
     """
-    context = context or min(config.max_position_embeddings, 4096)
+    context = min(config.max_position_embeddings, 4096) if context is None else context
+    launch_steps = context if launch_steps is None else launch_steps
     tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
     _check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights
     block_k, block_n = block or _choose_block(config, BYTES[weights])
-    if block_n % LANES or block_k % POSITION_GROUP:
+    if block_n % LANES or block_k % POSITION_GROUP or min(block_k, block_n) <= 0:
         raise PlanError(f"block = {block_k}x{block_n}; rows must be a multiple of {POSITION_GROUP}, lanes of {LANES}")
     plan = Plan(
         config=config,
         target=target,
         sequences=sequences,
         context=round_up(context, page),
-        launch_steps=launch_steps or context,
+        launch_steps=launch_steps,
         page=page,
         activations=activations or target.activations,
         weights=weights,
@@ -337,10 +338,21 @@ def make_plan(
         tokens=tokens,
         drafter=drafter,
     )
-    if ring_depth is None:
-        plan = dataclasses.replace(plan, ring_depth=_deepest_ring(plan))
+    depth = _deepest_ring(plan) if ring_depth is None else min(ring_depth, plan.tape_blocks)
+    plan = dataclasses.replace(plan, ring_depth=depth)
+    _check_counters(plan)
     _check_memory(plan)
     return plan
+
+
+def _check_counters(plan: Plan) -> None:
+    if plan.launch_steps < 1:
+        raise PlanError(f"launch_steps = {plan.launch_steps}; expected 1 or more")
+    if (plan.launch_steps + 1) * plan.tape_blocks >= 1 << 31:
+        raise PlanError(
+            f"launch_steps = {plan.launch_steps} of {plan.tape_blocks} blocks overflow the kernel's 32-bit counter; "
+            "lower launch_steps"
+        )
 
 
 def _draft_tokens(config: ModelConfig, sequences: int, drafter: Drafter | None, asked: int | None) -> int:

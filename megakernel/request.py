@@ -52,10 +52,8 @@ def make_jobs(
         raise ValueError("prompts is empty; expected a string, a list of token ids, or a list of either")
     if not _is_int(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens = {max_new_tokens!r}; expected an integer, 1 or more")
-    samplings = _one_each(many, sampling or SamplingParams(), "sampling", SamplingParams)
-    seeds = [
-        _check_seed(value) for value in _one_each(many, secrets.randbits(63) if seed is None else seed, "seed", int)
-    ]
+    samplings = _one_each(many, SamplingParams() if sampling is None else sampling, "sampling", SamplingParams)
+    seeds = [_check_seed(value) for value in _one_each(many, _draw_seeds(many) if seed is None else seed, "seed", int)]
     return [
         Job(i, _tokens(model, prompt, i, max_new_tokens), max_new_tokens, samplings[i], seeds[i])
         for i, prompt in enumerate(many)
@@ -105,6 +103,10 @@ def _check_token(model: LoadedModel, token: object, where: str) -> None:
         raise TypeError(f"{where} holds {token!r}; expected token ids (integers)")
     if not 0 <= token < vocab:  # type: ignore[operator]
         raise ValueError(f"{where} holds token id {token}; expected 0 to {vocab - 1}")
+
+
+def _draw_seeds(prompts: Sequence[Prompt]) -> list[int]:
+    return [secrets.randbits(63) for _ in prompts]
 
 
 def _check_seed(seed: int) -> int:

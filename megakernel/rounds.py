@@ -120,6 +120,7 @@ def _choose(step: Step, row: Scalar, sequence: Scalar, token: Scalar) -> None:
     following = refs.status[sequence, TAKEN] + token + 1
     given = refs.tokens[sequence, jnp.minimum(following, plan.launch_steps - 1)]
     chosen = jnp.where(following < refs.request[sequence, GIVEN], given, chosen)
+    chosen = jnp.minimum(chosen, plan.config.vocab_size - 1)  # NaN logits choose past the end, before they are reported
     refs.row_tokens[row] = chosen
     refs.row_logprobs[row] = sample.log_probability(logits, chosen)
 

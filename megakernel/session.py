@@ -45,7 +45,7 @@ class SlotRequest:
 
 @dataclasses.dataclass(frozen=True)
 class SlotResult:
-    """New tokens of one sequence and their log-probabilities; `reason` as in `megakernel.kernel`."""
+    """New tokens of one sequence and their log-probabilities; `reason` as in `megakernel.memory`."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -66,7 +66,7 @@ class Session:
     ):
         self.model, self.plan, self.backend = model, plan, backend
         self.stop_tokens = list(stop_tokens)
-        self.weights = _packed_weights(model, plan, draft_weights or {})
+        self.weights = _packed_weights(model, plan, draft_weights or _NO_DRAFTS)
         self.caches = {name: jnp.zeros(b.shape, b.dtype) for name, b in memory.cache_buffers(plan).items()}
         self.compile_seconds = 0.0
         self.prefill_seconds = 0.0
@@ -89,7 +89,10 @@ class Session:
 
         Raises:
           NumericsError: a sequence met NaN or infinity.
+          ValueError: a request is longer than the plan's launch or context.
         """
+        for request in requests:
+            _check_fits(self.plan, request)
         arrays = _request_arrays(self.plan, requests, self.stop_tokens)
         run = self._compiled(arrays)
         started = time.perf_counter()
@@ -144,11 +147,27 @@ class Session:
         )
 
 
+_NO_DRAFTS: Mapping[str, np.ndarray] = {}
+
+
+def _check_fits(plan: Plan, request: SlotRequest | None) -> None:
+    if request is None:
+        return
+    tokens = len(request.given) - 1 + request.wanted
+    if not request.given or tokens > plan.launch_steps or request.position + tokens > plan.context:
+        raise ValueError(
+            f"{len(request.given)} given tokens from position {request.position} and {request.wanted} new ones do not "
+            f"fit a launch of {plan.launch_steps} tokens over a context of {plan.context}"
+        )
+
+
 def _packed_weights(model: LoadedModel, plan: Plan, drafts: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     key = ("packed", plan.block_k, plan.block_n, plan.storage, plan.drafter)
-    if key not in model.derived:
-        model.derived[key] = {name: jnp.asarray(array) for name, array in pack(plan, model.weights, drafts).items()}
-    return model.derived[key]
+    packed_from, arrays = model.derived.get(key, (None, {}))
+    if packed_from is not drafts:  # the same kind of drafter with other weights
+        arrays = {name: jnp.asarray(array) for name, array in pack(plan, model.weights, drafts).items()}
+        model.derived[key] = (drafts, arrays)
+    return arrays
 
 
 def _request_arrays(

@@ -40,6 +40,19 @@ def expert_weights(plan: Plan, logits: jax.Array, bias: jax.Array, active: jax.A
     return jnp.where(active & chosen, weights * config.routed_scaling_factor, 0.0)
 
 
+def poison(plan: Plan, logits: jax.Array, bias: jax.Array) -> jax.Array:
+    """NaN for rows whose scores are not all finite, else 0: a choice among NaN must not pass for a choice.
+
+    Args:
+      logits: [rows, >= experts] f32; bias: [1, experts] f32.
+    Returns:
+      [rows, 1] f32, to be added to what the experts give.
+    """
+    scores = logits[:, : plan.config.num_experts] + bias
+    bad = jnp.sum(jnp.where(jnp.abs(scores) < jnp.inf, 0.0, 1.0), axis=-1, keepdims=True)
+    return jnp.where(bad > 0.0, jnp.nan, 0.0)
+
+
 def start_experts(plan: Plan, weights: jax.Array, moe_layer: Scalar, experts: Experts, chosen: Ref) -> Scalar:
     """Lists the distinct experts in ascending order and starts fetching each as soon as it is known.
 

@@ -50,6 +50,10 @@ class DSparkDrafter:
         ):
             if mine != target:
                 raise PlanError(f"drafter {own.name!r} was made for a {what} of {mine}; {config.name} has {target}")
+        if not 0 <= own.mask_token_id < own.vocab_size:
+            raise PlanError(
+                f"drafter {own.name!r} has mask token {own.mask_token_id}, outside its {own.vocab_size} tokens"
+            )
         if own.shares_embeddings and own.hidden_size != config.hidden_size:
             raise PlanError(
                 f"drafter {own.name!r} shares the target's embeddings with hidden size {own.hidden_size}; "

@@ -32,6 +32,7 @@ def draft_left_to_right(config: DSparkConfig, step: Step) -> None:
             row = slot * sequences + sequence
             logits = sample.masked_logits(plan, refs.out_draft_head[row : row + 1] + bias[sequence : sequence + 1])
             token = sample.choose_token(logits, refs.draft_scaled, samplings[sequence], positions[sequence] + slot + 1)
+            token = jnp.minimum(token, config.vocab_size - 1)
             refs.drafts[row] = token
             previous[sequence] = token
 
