@@ -41,7 +41,7 @@ def execute(path: Path):
 
 
 def test_there_are_notebooks():
-    assert "decode_in_one_launch.ipynb" in [path.name for path in NOTEBOOKS]
+    assert {"decode_in_one_launch.ipynb", "speculation.ipynb"} <= {path.name for path in NOTEBOOKS}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -60,15 +60,18 @@ def test_committed_outputs_are_complete_and_small(path):
         assert stray not in text
 
 
-@pytest.mark.slow
-def test_decode_in_one_launch_runs():
-    path = FOLDER / "decode_in_one_launch.ipynb"
+def execute_in_time(name: str):
     started = time.perf_counter()
-    notebook = execute(path)
+    notebook = execute(FOLDER / name)
     seconds = time.perf_counter() - started
     crowding = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # two minutes are meant for a machine of its own
     assert seconds < SECONDS * crowding
+    return notebook
 
+
+@pytest.mark.slow
+def test_decode_in_one_launch_runs():
+    notebook = execute_in_time("decode_in_one_launch.ipynb")
     generated = cell_with(notebook, "generation = decode(")
     assert "launches: 1" in text_of(generated)
     streamed = cell_with(notebook, "stream=True")
@@ -81,3 +84,15 @@ def test_decode_in_one_launch_runs():
     coloured = cell_with(notebook, "def surprise").outputs[0].data["text/html"]
     assert coloured.count("<span") == 72
     assert "image/png" in cell_with(notebook, "draw_plan(").outputs[0].data
+
+
+@pytest.mark.slow
+def test_speculation_runs():
+    notebook = execute_in_time("speculation.ipynb")
+    assert "tokens in" in text_of(cell_with(notebook, 'draft="dspark"'))
+    assert "every run has the tokens of plain decoding: True" in text_of(cell_with(notebook, "class Run"))
+    for words in ('label=f"{name}', "axes.plot([0, 1, 3, 7]"):
+        assert "image/png" in cell_with(notebook, words).outputs[0].data
+    coloured = cell_with(notebook, "def coloured").outputs[0].data["text/html"]
+    assert coloured.count("rgba(0, 114, 178") > 10
+    assert len(text_of(cell_with(notebook, "cost = per_round")).splitlines()) == 11
