@@ -10,6 +10,7 @@ import secrets
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     _leave_absent_tpus_alone()
     try:
-        options.run(options)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: _note(f"one-launch: {message}")
+            options.run(options)
         sys.stdout.flush()
     except _USER_ERRORS as error:
         if isinstance(error, BrokenPipeError):  # whoever reads the output has seen enough

@@ -35,7 +35,7 @@ _LIGHT = ("routing", "MLA", "shared experts", "dense FFN")
 _MOST_LABELS = 10
 _MOST_CELLS = 400
 _HALF_WINDOW = 20
-_WORK_HEIGHT = 4.0
+_WORK_HEIGHT = 4.8
 _SHORTEST = 0.12
 _GROUPS = (
     ("ring", ("ring",)),
@@ -97,8 +97,10 @@ def tape_segments(plan: Plan) -> list[tuple[int, int, Family, int]]:
 def vmem_groups(plan: Plan) -> dict[str, int]:
     """Bytes of VMEM by kind of buffer, largest first."""
     groups: dict[str, int] = {}
+    drafts = {"taps", *plan.drafter.vmem(plan), *plan.drafter.request(plan)} if plan.drafter else set()
     for buffer, count in plan.vmem_map.items():
         group = next((name for name, starts in _GROUPS if buffer.startswith(starts)), "other")
+        group = "drafter" if buffer in drafts else group
         groups[group] = groups.get(group, 0) + count
     return dict(sorted(groups.items(), key=lambda item: -item[1]))
 

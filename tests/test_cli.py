@@ -8,15 +8,17 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
-from megakernel import SamplingParams, decode, find_target, load, make_plan
+from megakernel import PlanError, SamplingParams, decode, find_target, load, make_plan
 from megakernel.__main__ import find_config, main, weight_bytes
 from megakernel.doctor import doctor, tiny_model
 from megakernel.loading import SHIPPED
 from megakernel.report import size
+from megakernel.target import CPU
 from model.config import ModelConfig
 from model.presets import PRESETS
 
@@ -49,6 +51,9 @@ def run_module(*arguments: str, cwd: Path, **kwargs) -> subprocess.CompletedProc
         (["generate", PROMPT, "--backend", "gpu"], "invalid choice: 'gpu'"),
         (["generate", PROMPT, "--backend", "tpu"], "backend 'tpu' needs a TPU"),
         (["generate", ""], "prompt 0 is empty"),
+        (["generate", PROMPT, "--draft", "nobody"], "draft = 'nobody': no drafter for k3-nano"),
+        (["generate", PROMPT, "--draft-tokens", "3"], "draft_tokens = 3 with draft='none'"),
+        (["plan", "k3-nano", "--draft", "ngram", "--sequences", "8", "--draft-tokens", "3"], "need 32 rows"),
         (["plan", "nobody"], "'nobody' is neither a folder nor a known model"),
         (["plan", "k3-nano", "--target", "v9"], "target 'v9' is not known"),
         (["plan", "k3-nano", "--sequences", "17"], "sequences = 17"),
@@ -104,14 +109,21 @@ def test_reader_that_leaves_early_is_not_an_error(tmp_path):
 @pytest.mark.parametrize("model", sorted(PRESETS))
 @pytest.mark.parametrize("target", ["cpu", "v5e", "v5p", "v6e", "v7x"])
 def test_plan_prints_or_refuses_every_preset(model, target, capsys):
-    code = main(["plan", model, "--target", target])
+    try:
+        make_plan(ModelConfig.preset(model), find_target(target))
+        refusal = None
+    except PlanError as error:
+        refusal = str(error)
+    assert refusal or model != "kimi-k3", "2.8T parameters on one core?"
+    assert not refusal or model.startswith("kimi-"), "the small models fit everywhere"
+
+    assert main(["plan", model, "--target", target]) == (2 if refusal else 0)
     captured = capsys.readouterr()
-    if model.startswith("kimi-"):  # too large for one core, whatever the core
-        assert code == 2
+    if refusal:
         assert captured.out == ""
-        assert re.search(r"needs [\d,.]+ MiB of \w+, [\d,.]+ MiB may be used", captured.err)
+        assert captured.err == f"one-launch: {refusal}\n"
+        assert re.search(r"needs [\d,.]+ MiB of \w+, [\d,.]+ MiB may be used", refusal)
     else:
-        assert code == 0
         assert captured.err == ""
         assert captured.out.startswith(f"{model} on {target}, one core\n")
 
@@ -127,6 +139,13 @@ def test_plan_passes_its_options_on(capsys):
     assert f"streamed: 5 blocks in flight ({size(5 * plan.block_bytes)})" in text
     assert "3 slots" in text
     assert f"VMEM: {size(sum(plan.vmem_map.values()))} of 128.0 MiB" in text
+
+
+def test_plan_shows_a_drafter(capsys):
+    assert main(["plan", "k3-nano", "--draft", "dspark", "--draft-tokens", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "drafter  dspark: 5 tokens drafted and verified a round, 6 rows" in text
+    assert "tokens/s if every draft is accepted" in text
 
 
 def test_plan_takes_folders_and_shipped_models(tmp_path):
@@ -169,6 +188,18 @@ def test_generate_prints_what_decode_returns(streaming, capsys):
     assert shown == pytest.approx(expected.logprobs, abs=5e-4 + 1e-9)
     assert "seed 11" in captured.err
     assert re.search(r"40 tokens.*; [\d,]+ tokens/s, [\d.]+ GB/s of weights \(measured on this machine: ", captured.err)
+
+
+@pytest.mark.slow
+def test_generate_with_a_drafter_prints_the_same_text(capsys):
+    assert main(["generate", PROMPT, "--temperature", "0", "--max-new-tokens", "40", "--draft", "ngram"]) == 0
+    assert capsys.readouterr().out == decode(load("k3-nano"), PROMPT, max_new_tokens=40).text + "\n"
+
+
+def test_warnings_are_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("megakernel.__main__.find_target", lambda name: warnings.warn("too slow", stacklevel=1) or CPU)
+    assert main(["plan", "k3-mini"]) == 0
+    assert capsys.readouterr().err == "one-launch: too slow\n"
 
 
 @pytest.mark.slow

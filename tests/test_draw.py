@@ -221,6 +221,7 @@ def test_segments_cover_the_tape_and_groups_cover_vmem(name):
     assert {family for _, _, family, _ in segments} <= set(COLOURS)
     assert sum(vmem_groups(plan).values()) == sum(plan.vmem_map.values())
     assert vmem_groups(plan)["ring"] == plan.vmem_map["ring"]
+    assert ("drafter" in vmem_groups(plan)) == (plan.drafter is not None)
 
 
 @pytest.mark.parametrize("name", ["streamed", "resident"])
