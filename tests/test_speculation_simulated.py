@@ -24,7 +24,8 @@ from spec_decode.dspark.config import DSparkConfig
 pytestmark = pytest.mark.slow
 
 TINY_DRAFTER = dataclasses.replace(MINI_DRAFTER, block_size=2, sliding_window=8)
-ASKS = [Ask([5, 6, 7, 5, 6], 4, SamplingParams(temperature=1.0), 1), Ask([9, 8], 3)]
+ASKS = [Ask([5, 6, 7, 8, 5, 6, 7], 3, SamplingParams(temperature=1.0), 1), Ask([9, 8, 9, 9], 3)]
+"""Read three tokens a round, each prompt ends with a single one, beside which there are drafts already."""
 DRAFTERS = {"ngram": NGramDrafter(shortest=1), "dspark": DSparkDrafter(TINY_DRAFTER)}
 
 
