@@ -1,0 +1,249 @@
+"""The kernel in simulated TPU memories: copies that take their time, races detected, fresh memory full of NaN.
+
+The plain interpreter completes a copy where it is started, so it cannot see a missing wait. The simulator can: with
+"on_wait" a copy happens at its wait, with "eager" at its start, and its race detector (vector clocks) reports any
+access that no wait orders. `DEFECTS` takes the waits of `megakernel.stream` away one by one: each has to be noticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from launching import Ask, Ran, anew, launch_once, open_session, random_model, watch_races
+
+from megakernel import LoadedModel, SamplingParams, stream
+
+pytestmark = pytest.mark.slow
+
+PAGE = 16
+ASKS = (
+    Ask([5, 9], new=2, position=14),  # the last of its three steps opens the second page
+    Ask([7, 300, 11], new=1, position=30, sampling=SamplingParams(1.0, top_k=50, top_p=0.9), seed=3),  # the third page
+)
+"""Both go on from caches that hold random numbers."""
+DIRECTIONS = ["on_wait", "eager"]
+ONE_SLOT = {"ring_depth": 3, "expert_slots": 1}
+"""Streams the tape, and a layer's two to four experts pass through one slot."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one launch did: results, what the race detector said, and the error that ended it, if one did."""
+
+    ran: list[Ran]
+    caches: dict[str, np.ndarray]
+    races: list[str]
+    error: str
+
+
+def outcome(model: LoadedModel, simulate: str | None = None, **knobs: Any) -> Outcome:
+    session = open_session(model, len(ASKS), simulate=simulate, page=PAGE, launch_steps=8, **knobs)
+    rng = np.random.default_rng(1)
+    session.caches = {
+        name: jnp.asarray(rng.standard_normal(cache.shape), cache.dtype) for name, cache in session.caches.items()
+    }
+    ran, caches, error = [], {}, ""
+    with watch_races() as races:
+        try:
+            ran = [one for one in launch_once(session, ASKS) if one]
+            caches = {name: np.asarray(cache) for name, cache in session.caches.items()}
+        except Exception as raised:
+            if "RACE DETECTED" in str(raised):
+                raise
+            error = f"{type(raised).__name__}: {raised}"  # what a broken kernel raises is part of its outcome
+    return Outcome(ran, caches, races.messages, error)
+
+
+def symptoms(found: Outcome, expected: Outcome) -> set[str]:
+    """What tells the two outcomes apart."""
+    signs = {"race"} if found.races else set()
+    if found.error:
+        return signs | {"error"}
+    for ours, theirs in zip(found.ran, expected.ran, strict=True):
+        same = (ours.tokens, ours.logprobs) == (theirs.tokens, theirs.logprobs)
+        if not (same and np.array_equal(ours.logits, theirs.logits)):
+            signs.add("results")
+    if any(not np.array_equal(found.caches[name], cache) for name, cache in expected.caches.items()):
+        signs.add("caches")
+    return signs
+
+
+# ---- the kernel as it is ----
+
+
+@functools.cache
+def interpreted(model_of: Callable[[], LoadedModel]) -> Outcome:
+    found = outcome(model_of(), None, **ONE_SLOT)
+    assert not found.error
+    assert [one.fed[: len(ask.tokens)] for one, ask in zip(found.ran, ASKS, strict=True)] == [[5, 9], [7, 300, 11]]
+    return found
+
+
+@pytest.mark.parametrize("knobs", [ONE_SLOT, {}], ids=["streamed, one expert slot", "resident, default slots"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_simulator_agrees_bit_for_bit(direction: str, knobs: dict[str, int]) -> None:
+    """No race, no NaN, nothing out of bounds; tokens, log-probabilities, logits and caches of the interpreter."""
+    model = random_model()
+    session = open_session(model, 2, page=PAGE, **knobs)
+    assert session.plan.tape_is_resident == (not knobs)
+    assert session.plan.expert_slots == knobs.get("expert_slots", 4)
+    found = outcome(model, direction, **knobs)
+    assert found.error == ""
+    assert found.races == []
+    assert symptoms(found, interpreted(random_model)) == set()
+
+
+# ---- the kernel with a wait taken away ----
+
+Defect = Callable[[pytest.MonkeyPatch], None]
+
+
+class Unwaited:
+    """A copy that is started and never waited for."""
+
+    def __init__(self, copy: Any):
+        self.copy = copy
+
+    def start(self) -> None:
+        self.copy.start()
+
+    def wait(self) -> None:
+        pass
+
+
+def without_wait(owner: type, method: str, *copies: str) -> Defect:
+    """Inside `method` the waits of the owner's copies do nothing; elsewhere they are kept."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(owner, method)
+
+        def broken(self: Any, *arguments: Any) -> Any:
+            with pytest.MonkeyPatch.context() as inner:
+                for name in copies:
+                    make = getattr(owner, name)
+                    inner.setattr(owner, name, lambda *a, make=make: _unwaited(make(*a)))
+                return original(self, *arguments)
+
+        patch.setattr(owner, method, broken)
+
+    return plant
+
+
+def _unwaited(made: Any) -> Any:
+    return [Unwaited(copy) for copy in made] if isinstance(made, list) else Unwaited(made)
+
+
+def skipped(owner: type, method: str) -> Defect:
+    """`method` does nothing."""
+    return lambda patch: patch.setattr(owner, method, lambda self, *arguments: None)
+
+
+def given_back_before_it_is_read(patch: pytest.MonkeyPatch) -> None:
+    take, give_back = stream.Tape.take, stream.Tape.give_back
+
+    def take_and_give_back(self: stream.Tape, index: jax.Array) -> Any:
+        slot = take(self, index)
+        give_back(self, index)
+        return slot
+
+    patch.setattr(stream.Tape, "take", take_and_give_back)
+    patch.setattr(stream.Tape, "give_back", lambda self, index: None)
+
+
+def read_over_the_last_write(patch: pytest.MonkeyPatch) -> None:
+    start_read = stream.LatentGroups.start_read
+
+    def at_once(self: stream.LatentGroups, layer: jax.Array, positions: Any, has_written: jax.Array) -> None:
+        start_read(self, layer, positions, jnp.bool_(False))
+
+    patch.setattr(stream.LatentGroups, "start_read", at_once)
+
+
+def one_vector_window(patch: pytest.MonkeyPatch) -> None:
+    """The next table is fetched over the one in use."""
+
+    def copy(self: stream.Vectors, index: jax.Array) -> Any:
+        return pltpu.make_async_copy(self.hbm.at[lax.rem(index, self.tables)], self.window.at[0], self.done.at[0])
+
+    def row(self: stream.Vectors, index: jax.Array, name: str, width: int) -> jax.Array:
+        at = self.plan.vector_rows[name]
+        return self.window[0, at : at + 1, :width]
+
+    patch.setattr(stream.Vectors, "_copy", copy)
+    patch.setattr(stream.Vectors, "row", row)
+
+
+def one_page_window(patch: pytest.MonkeyPatch) -> None:
+    """The next page is fetched over the one in use."""
+
+    def into_the_first(self: stream.LatentPages, layer: jax.Array, sequence: jax.Array, page: jax.Array) -> Any:
+        start = pl.multiple_of(page * self.plan.page, PAGE)
+        source = self.hbm.at[layer, sequence, pl.ds(start, self.plan.page)]
+        return pltpu.make_async_copy(source, self.windows.at[0], self.done.at[0])
+
+    def take(self: stream.LatentPages, layer: jax.Array, sequence: jax.Array, page: jax.Array) -> Any:
+        into_the_first(self, layer, sequence, page).wait()
+        return self.windows.at[0]
+
+    patch.setattr(stream.LatentPages, "_copy", into_the_first)
+    patch.setattr(stream.LatentPages, "take", take)
+
+
+DEFECTS: dict[str, Defect] = {
+    "tape block taken without waiting": without_wait(stream.Tape, "take", "_copy"),
+    "tape block given back before it is read": given_back_before_it_is_read,
+    "vectors not waited for": without_wait(stream.Vectors, "advance", "_copy"),
+    "vectors in one window": one_vector_window,
+    "embedding rows not waited for": without_wait(stream.EmbeddingRows, "fetch", "_copy"),
+    "state window used before it is read": skipped(stream.Window, "wait_read"),
+    "state window read before it is written": without_wait(stream.Window, "start_read", "_write"),
+    "state window not drained": skipped(stream.Window, "drain"),
+    "experts not waited for": without_wait(stream.Experts, "take", "_copies"),
+    "latent page not waited for": without_wait(stream.LatentPages, "take", "_copy"),
+    "latent pages in one window": one_page_window,
+    "latent group used before it is read": skipped(stream.LatentGroups, "wait_read"),
+    "latent group read before it is written": read_over_the_last_write,
+    "latent group not drained": skipped(stream.LatentGroups, "drain"),
+}
+
+
+@functools.cache
+def three_layers() -> LoadedModel:
+    """KDA twice, so that a window is written and read again; MLA; dense and MoE."""
+    return random_model(num_hidden_layers=3, mla_layers=(2,))
+
+
+def broken_outcome(name: str, direction: str) -> set[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        DEFECTS[name](patch)
+        found = outcome(anew(three_layers()), direction, **ONE_SLOT)
+    return symptoms(found, interpreted(three_layers))
+
+
+def test_three_layers_have_no_race() -> None:
+    """So what the defects below show is theirs."""
+    found = outcome(three_layers(), "eager", **ONE_SLOT)
+    assert symptoms(found, interpreted(three_layers)) == set()
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_missing_wait_is_a_race(name: str) -> None:
+    assert "race" in broken_outcome(name, "eager")
+
+
+@pytest.mark.parametrize(
+    "name", ["tape block taken without waiting", "embedding rows not waited for", "latent group not drained"]
+)
+def test_copy_that_never_happens_is_missed(name: str) -> None:
+    """With "on_wait" a copy that nobody waits for does not happen: what it should bring is NaN or old."""
+    assert broken_outcome(name, "on_wait") & {"error", "results", "caches"}
