@@ -206,10 +206,10 @@ def _blame(model: LoadedModel, layer: int) -> str:
     else:
         prefix, where = "", "the final norm or the LM head"
     message = f"NaN or infinity in {where} of {config.name}"
-    names = [name for name in model.weights if name.startswith(prefix)]
+    names = [*(name for name in model.weights if name.startswith(prefix)), "model.embed_tokens.weight"]
     try:
         if isinstance(model.weights, Checkpoint):
-            model.weights.verify_finite([*names, "model.embed_tokens.weight"])
+            model.weights.verify_finite(names)
         else:
             _verify_finite(model, names)
     except CheckpointError as error:
