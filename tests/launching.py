@@ -34,7 +34,6 @@ GREEDY = SamplingParams()
 needs_nano = pytest.mark.skipif(
     not (SHIPPED / "k3-nano" / "model.safetensors").is_file(), reason="this checkout has no weights of k3-nano"
 )
-Arrays = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
