@@ -6,11 +6,14 @@ The kernel draws the same tokens without sorting (`megakernel.phases.sample`); t
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.random import threefry_2x32
+
+_LEAST, _MOST = 1e-30, 1e30
+"""Of temperature, and the first of top_p too: logits over it, and probabilities times it, stay inside float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +25,9 @@ class SamplingParams:
     probability, within what is left, reaches p. Equal logits rank by lowest index.
 
     Attributes:
-      temperature: 0 takes the likeliest token (greedy).
+      temperature: 0 takes the likeliest token (greedy); else 1e-30 to 1e30, which float32 can divide by.
       top_k: 0 keeps all.
-      top_p: in (0, 1]; 1 keeps all.
+      top_p: from 1e-30; 1 keeps all.
       min_p: in [0, 1]; 0 keeps all.
 
     Raises:
@@ -37,12 +40,12 @@ class SamplingParams:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature = {self.temperature}; expected a finite number, 0 (greedy) or more")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k = {self.top_k!r}; expected an integer, 0 (keep all) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p = {self.top_p}; expected a number above 0, at most 1 (keep all)")
+        if self.temperature != 0 and not _LEAST <= self.temperature <= _MOST:
+            raise ValueError(f"temperature = {self.temperature}; expected 0 (greedy) or {_LEAST} to {_MOST}")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or not 0 <= self.top_k < 1 << 31:
+            raise ValueError(f"top_k = {self.top_k!r}; expected an integer from 0 (keep all) to 2**31 - 1")
+        if not _LEAST <= self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p}; expected a number from {_LEAST} to 1 (keep all)")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p = {self.min_p}; expected a number from 0 (keep all) to 1")
 
@@ -62,7 +65,7 @@ def kept_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
     ranked = x[order]
     if params.top_k:
         ranked = jnp.where(jnp.arange(len(x)) < params.top_k, ranked, -jnp.inf)
-    if params.top_p < 1.0:
+    if np.float32(params.top_p) < 1.0:
         mass = jnp.exp(ranked - ranked[0])
         before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(mass)[:-1]])
         ranked = jnp.where(before < params.top_p * jnp.sum(mass), ranked, -jnp.inf)
