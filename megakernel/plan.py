@@ -315,6 +315,8 @@ def make_plan(
     """
     context = min(config.max_position_embeddings, 4096) if context is None else context
     launch_steps = context if launch_steps is None else launch_steps
+    if activations not in (None, *BYTES):
+        raise PlanError(f"activations = {activations!r}; expected one of {', '.join(BYTES)}")
     tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
     _check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights
@@ -401,6 +403,11 @@ def _check_request(
     ring_depth: int | None,
     expert_slots: int | None,
 ) -> None:
+    counts = {"sequences": sequences, "context": context, "page": page}
+    counts |= {"ring_depth": ring_depth or 2, "expert_slots": expert_slots or 1}
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise PlanError(f"{name} = {count!r}; expected an integer")
     if not 1 <= sequences <= MAX_ROWS:
         raise PlanError(f"sequences = {sequences}; one step carries 1 to {MAX_ROWS} rows: split the batch")
     if sequences * tokens > MAX_ROWS:
