@@ -11,6 +11,7 @@ from megakernel import program
 from megakernel.memory import weight_buffers
 from megakernel.plan import Plan, mxfp4_rows
 from megakernel.program import LANES, Column, Matrix, kda_vectors, round_up
+from model.checkpoint import CheckpointError
 from model.layout import expert_name
 
 Weights = Mapping[str, np.ndarray]
@@ -188,7 +189,12 @@ def _expert_matrix(plan: Plan, weights: Weights, stem: str) -> np.ndarray:
     """One expert matrix as the bank holds it.  # [rows, out]"""
     if plan.config.expert_format == "bf16":
         return weights[f"{stem}.weight"].T
-    return pack_mxfp4(weights[f"{stem}.weight_packed"], weights[f"{stem}.weight_scale"])
+    scale = weights[f"{stem}.weight_scale"]
+    bad = (scale == 0) | (scale == 255)
+    if bad.any():
+        found = f"found {scale[bad][0]} at {np.argwhere(bad)[0].tolist()}"
+        raise CheckpointError(f"tensor {stem}.weight_scale: expected MXFP4 scale bytes from 1 to 254; {found}")
+    return pack_mxfp4(weights[f"{stem}.weight_packed"], scale)
 
 
 def pack_mxfp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
