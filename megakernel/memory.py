@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _ITEM_BYTES = {"float32": 4, "uint32": 4, "int32": 4, "bfloat16": 2, "uint16": 2}
 MAX_STOP_TOKENS = 8
+LAYER_NUMBERS = 9
+"""Numbers of one layer in the layer table, see `megakernel.kernel.layer_table`."""
 KDA_PLANES, KDA_KEPT_PLANES = 8, 7
 """Planes of `kda_rows` (see `phases.kda`), and how many of them replay needs."""
 
@@ -207,7 +209,7 @@ def vmem_map(plan: Plan) -> dict[str, int]:
 
 def smem_map(plan: Plan) -> dict[str, int]:
     """Bytes of SMEM by buffer."""
-    buffers = smem_scratch(plan)
+    buffers = smem_scratch(plan) | {"layer_table": Buffer((plan.config.num_hidden_layers, LAYER_NUMBERS), "int32")}
     buffers |= {name: request_buffers(plan)[name] for name in SMEM_REQUEST}
     buffers |= {name: buffer for name, buffer in result_buffers(plan).items() if name in SMEM_RESULT}
     return {name: buffer.bytes for name, buffer in buffers.items()}
