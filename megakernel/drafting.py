@@ -67,8 +67,8 @@ class Drafter(Protocol):
         """Runs in the kernel before the first round."""
         ...
 
-    def propose(self, step: Step, index: Any) -> Any:
-        """Runs in the kernel after every round; returns the tape block after its last product.
+    def propose(self, step: Step, section: Any) -> None:
+        """Runs in the kernel after every round; `section` is the tape block at which its own section begins.
 
         `step.refs.window` still holds the rows of the round that has just been accepted and `current` already stands
         behind them. Writes the drafts for the next round to `drafts[k, sequence]` and their number, at most

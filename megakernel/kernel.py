@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from megakernel import layers, memory, rounds, stream
 from megakernel.control import when, when_at
+from megakernel.cores import OneCore, Piece
 from megakernel.layers import Step
 from megakernel.phases.linear import widened
 from megakernel.phases.mix import mix
@@ -98,16 +99,23 @@ def decode_rounds(plan: Plan, refs: SimpleNamespace) -> None:
 
 def embed(step: Step) -> None:
     """Prefix = embedding row of each live row's token; padding rows are zero."""
-    plan, refs, config = step.plan, step.refs, step.plan.config
-    prefix = config.num_snapshots
+    plan, refs = step.plan, step.refs
     tokens = [refs.window[row] for row in range(plan.live_rows)]
     stream.EmbeddingRows(plan, refs.embedding, refs.embedding_rows, refs.embedding_done).fetch(tokens)
-    refs.stream[prefix] = jnp.zeros((plan.rows, config.hidden_size), jnp.float32)
+    at = lax.broadcasted_iota(jnp.int32, (POSITION_GROUP, 1), 0)
+    rows = []
     for row, token in enumerate(tokens):
-        at = lax.broadcasted_iota(jnp.int32, (POSITION_GROUP, 1), 0)
-        group = widened(refs.embedding_rows[row])  # [POSITION_GROUP, hidden]
-        found = jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0)
-        refs.stream[prefix, row : row + 1] = jnp.sum(found, axis=0, keepdims=True)
+        group = widened(refs.embedding_rows[row])  # [POSITION_GROUP, own hidden]
+        rows.append(jnp.sum(jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0), axis=0, keepdims=True))
+    set_prefix(step, layers.whole_tiles(rows, plan.rows))
+
+
+def set_prefix(step: Step, own: jax.Array) -> None:
+    """Puts the pieces of all cores together.  # own [rows, own hidden] f32, in the activation format"""
+    hidden = step.plan.config.hidden_size
+    step.cores.start_gather([Piece(own, hidden)])
+    (prefix,) = step.cores.finish_gather()
+    step.refs.stream[step.plan.config.num_snapshots] = prefix
 
 
 def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
@@ -125,7 +133,8 @@ def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
         return step.norm(mixture, norm_name)  # [rows, hidden] f32
 
     def add_to_prefix(value: jax.Array) -> None:
-        refs.stream[prefix] = layers.rounded(plan, refs.stream[prefix] + value)
+        own = layers.rounded(plan, refs.stream[prefix, :, step.cores.own_lanes(config.hidden_size)] + value)
+        set_prefix(step, own)
 
     x = read(snapshots, "attn_mix", "attn_norm")
 
@@ -184,7 +193,7 @@ def lm_head(step: Step) -> None:
     snapshots = jnp.int32(config.num_snapshots)
     mixture = mix(plan, refs.stream, snapshots, step.vector("final_mix", config.hidden_size))
     first_block = step.number * plan.tape_blocks + plan.layer_starts[-1][0]
-    logits, _ = step.linear(first_block, step.norm(mixture, "final_norm"), "head")
+    logits = step.linear(first_block, step.norm(mixture, "final_norm"), "head")
     if plan.keep_logits:
         stream.Logits(refs.step_logits, logits, refs.logits_done).write(step.number)
 
@@ -228,7 +237,12 @@ def _open_streams(plan: Plan, refs: SimpleNamespace) -> Step:
         plan=plan,
         refs=refs,
         tape=stream.Tape(plan, refs.tape, refs.ring, refs.ring_done),
-        vectors=stream.Vectors(plan, refs.vector_tables, refs.vectors, refs.vectors_done),
+        vectors=stream.Vectors(
+            plan,
+            {name: getattr(refs, f"{name}_tables") for name in plan.vector_tables},
+            {name: getattr(refs, f"{name}_vectors") for name in plan.vector_tables},
+            {name: getattr(refs, f"{name}_vectors_done") for name in plan.vector_tables},
+        ),
         state=stream.Window(refs.states, refs.state, refs.state_in, refs.state_out) if has_kda else None,
         tails=stream.Window(refs.conv_tails, refs.tails, refs.tails_in, refs.tails_out) if has_kda else None,
         pending=_pending_window(refs) if has_kda and plan.tokens > 1 else None,
@@ -244,6 +258,7 @@ def _open_streams(plan: Plan, refs: SimpleNamespace) -> Step:
         )
         if plan.moe_layers
         else None,
+        cores=OneCore(plan),
     )
 
 

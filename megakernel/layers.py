@@ -10,14 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
+from megakernel.cores import OneCore, Piece
 from megakernel.memory import COMMIT, COUNT, POSITION
 from megakernel.phases import experts as experts_phase
 from megakernel.phases import ffn, kda, mla, route
 from megakernel.phases.linear import linear, rounded, whole_tiles
 from megakernel.phases.mix import rms_norm
 from megakernel.plan import Plan
-from megakernel.program import kda_vectors
+from megakernel.program import LANES, kda_vectors, round_up
 from megakernel.stream import Experts, LatentGroups, LatentPages, Ref, Scalar, Tape, Vectors, Window
 
 
@@ -35,6 +37,7 @@ class Step:
     groups: LatentGroups | None
     pages: LatentPages | None
     experts: Experts | None
+    cores: OneCore
     number: Any = 0  # rounds since the launch began
     table: Any = 0  # vector tables since the launch began
 
@@ -63,28 +66,39 @@ class Step:
         return self.row_column(lambda t, sequence: (t < self.current(COUNT, sequence)).astype(jnp.int32)) > 0
 
     def vector(self, name: str, width: int) -> jax.Array:
-        return self.vectors.row(self.table, name, width)  # [1, width] f32
+        return self.vectors.row(self.table, name, slice(0, width))  # [1, width] f32
+
+    def own_vector(self, name: str, width: int) -> jax.Array:
+        """This core's piece of a vector that is summed over cores.  # [1, own width] f32"""
+        return self.vectors.row(self.table, name, self.cores.own_lanes(width))
 
     def norm(self, x: jax.Array, name: str, eps: float | None = None) -> jax.Array:
         weight = self.vector(name, x.shape[1])
         return rounded(self.plan, rms_norm(x, weight, self.plan.config.rms_norm_eps if eps is None else eps))
 
-    def linear(self, index: Scalar, x: jax.Array, name: str) -> tuple[Ref, Scalar]:
-        """Streams matrix `name`; returns its output buffer and the next block."""
+    def linear(self, section: Scalar, x: jax.Array, name: str) -> Ref:
+        """Streams matrix `name` of the section that begins with tape block `section`; returns its output buffer."""
         out = getattr(self.refs, f"out_{name}")
-        index = linear(self.plan, self.tape, index, x, self.plan.matrices[name], self.refs.operand, out)
-        return out, index
+        linear(self.plan, self.tape, section, x, self.plan.matrices[name], self.refs.operand, out)
+        return out
 
     def take(self, out: Ref, matrix: str, column: str) -> jax.Array:
         """A named column range of a product's output, rounded to the activation format.  # [rows, width] f32"""
+        return rounded(self.plan, self.take_unrounded(out, matrix, column))
+
+    def take_unrounded(self, out: Ref, matrix: str, column: str) -> jax.Array:
         found = self.plan.matrices[matrix]
         width = next(c.width for c in found.columns if c.name == column)
-        start = found.offset(column)
-        return rounded(self.plan, self.rows_of(out, start, width))
+        return self.rows_of(out, found.offset(column), width)
 
     def rows_of(self, out: Ref, start: int, width: int) -> jax.Array:
         """Lanes of a product's output; rows that it did not compute are zero.  # [rows, width] f32"""
-        return whole_tiles([out[: self.plan.product_rows, start : start + width]], self.plan.rows)
+        first, rows = start // LANES * LANES, self.plan.product_rows
+        if start == first:
+            return whole_tiles([out[:rows, start : start + width]], self.plan.rows)
+        # Lanes are loaded from whole tiles and moved to their front.
+        tiles = whole_tiles([out[:rows, first : round_up(start + width, LANES)]], self.plan.rows)
+        return pltpu.roll(tiles, tiles.shape[1] - (start - first), 1)[:, :width]
 
     def has_written(self, layer: Scalar) -> Scalar:
         """Whether a cache window of this kind was written back earlier in the launch."""
@@ -100,24 +114,31 @@ def column(values: list[Scalar], rows: int, padding: int = 0) -> jax.Array:
     return stacked
 
 
-def kda_attention(step: Step, index: Scalar, layer: Scalar, x: jax.Array) -> jax.Array:
-    """Kimi Delta Attention of one layer.  # x [rows, hidden] f32 -> [rows, hidden] f32; `layer` counts KDA layers"""
+def kda_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array) -> jax.Array:
+    """Kimi Delta Attention of one layer; `layer` counts KDA layers.
+
+    [rows, hidden] f32 -> [rows, own hidden] f32
+    """
     plan, refs, config = step.plan, step.refs, step.plan.config
     assert step.state is not None
     assert step.tails is not None
-    width = config.kda_width
+    width = plan.split.kda_width
     windows = [window for window in (step.state, step.tails, step.pending) if window is not None]
     for window in windows:
         window.start_read(layer, step.has_written(layer))
 
-    out, index = step.linear(index, x, "kda_in")
+    narrow = step.linear(section, x, "kda_narrow")
+    lows = ["decay_low"] if config.use_full_rank_gate else ["decay_low", "gate_low"]
+    step.cores.start_gather([Piece(step.take(narrow, "kda_narrow", low), config.kda_head_dim) for low in lows])
+    beta = step.take(narrow, "kda_narrow", "beta")
+    out = step.linear(section, x, "kda_in")
     projected = jnp.concatenate([step.take(out, "kda_in", name) for name in ("q", "k", "v")], axis=-1)
-    beta = step.take(out, "kda_in", "beta")
-    decay_out, index = step.linear(index, step.take(out, "kda_in", "decay_low"), "kda_decay")
-    gate = step.take(out, "kda_in", "gate") if config.use_full_rank_gate else None
-    if gate is None:
-        gate_out, index = step.linear(index, step.take(out, "kda_in", "gate_low"), "kda_gate")
-        gate = step.take(gate_out, "kda_gate", "gate")
+    decay_low, *gate_low = step.cores.finish_gather()
+    decay_out = step.linear(section, decay_low, "kda_decay")
+    if config.use_full_rank_gate:
+        gate = step.take(out, "kda_in", "gate")
+    else:
+        gate = step.take(step.linear(section, gate_low[0], "kda_gate"), "kda_gate", "gate")
     rate, bias = step.vector("decay_rate", width), step.vector("decay_bias", width)
     decay = kda.log_decay(plan, step.take(decay_out, "kda_decay", "decay"), rate, bias)
 
@@ -140,8 +161,15 @@ def kda_attention(step: Step, index: Scalar, layer: Scalar, x: jax.Array) -> jax
         step.pending.start_write(layer)
 
     read = kda.pad_rows(plan, refs.kda_read[...].reshape(plan.live_rows, width))
-    out, _ = step.linear(index, kda.gated_norm(plan, read, gate, step.vector("out_norm", width)), "kda_out")
-    return step.take(out, "kda_out", "out")
+    out = step.linear(section, kda.gated_norm(plan, read, gate, step.vector("out_norm", width)), "kda_out")
+    return _own_sum(step, out, "kda_out")
+
+
+def _own_sum(step: Step, out: Ref, matrix: str) -> jax.Array:
+    """The sum over cores of what each has for the residual stream.  # [rows, own hidden] f32, rounded"""
+    step.cores.start_sum([step.take_unrounded(out, matrix, "out")])
+    (total,) = step.cores.finish_sum()
+    return rounded(step.plan, total)
 
 
 def commit_pending(step: Step) -> None:
@@ -156,30 +184,34 @@ def _conv_taps(step: Step) -> jax.Array:
     """[taps, 3 * width] f32: taps of q, k and v side by side, as the projection lays them out."""
     config = step.plan.config
     names = kda_vectors(config)[: 3 * config.short_conv_kernel_size]
-    rows = [step.vector(name, config.kda_width) for name in names]
+    rows = [step.vector(name, step.plan.split.kda_width) for name in names]
     taps = config.short_conv_kernel_size
     streams = [jnp.concatenate(rows[i * taps : (i + 1) * taps], axis=0) for i in range(3)]
     return jnp.concatenate(streams, axis=-1)
 
 
-def mla_attention(step: Step, index: Scalar, layer: Scalar, x: jax.Array) -> jax.Array:
-    """Latent attention of one layer.  # x [rows, hidden] f32 -> [rows, hidden] f32; `layer` counts MLA layers"""
+def mla_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array) -> jax.Array:
+    """Latent attention of one layer; `layer` counts MLA layers.  # [rows, hidden] f32 -> [rows, own hidden] f32"""
     plan, refs, config = step.plan, step.refs, step.plan.config
     assert step.groups is not None
     assert step.pages is not None
     positions, counts = step.all_current(POSITION), step.all_current(COUNT)
     step.groups.start_read(layer, positions, step.has_written(layer))
 
-    out, index = step.linear(index, x, "mla_in")
-    latent, extra = step.take(out, "mla_in", "latent"), step.take(out, "mla_in", "extra")
+    low = step.take(step.linear(section, x, "mla_low"), "mla_low", "low")
+    step.cores.start_gather([Piece(low, plan.split.low_width)])
+    own = step.linear(section, x, "mla_in") if "mla_in" in plan.matrices else None
+    (low,) = step.cores.finish_gather()
+    at = plan.split.low_offsets
+    latent, extra = low[:, : config.kv_lora_rank], low[:, at["extra"] : at["extra"] + config.qk_rope_head_dim]
     mla.store_fresh_latents(plan, latent, extra, step.vector("kv_norm", config.kv_lora_rank), refs.fresh)
     if config.q_lora_rank is None:
-        queries, matrix = out, "mla_in"
+        queries, matrix = own, "mla_in"
     else:
-        query_low = step.norm(step.take(out, "mla_in", "query_low"), "query_norm", config.mla_latent_norm_eps)
-        queries, index = step.linear(index, query_low, "mla_query")
+        query_low = low[:, at["query"] : at["query"] + config.q_lora_rank]
+        queries = step.linear(section, step.norm(query_low, "query_norm", config.mla_latent_norm_eps), "mla_query")
         matrix = "mla_query"
-    absorbed, index = step.linear(index, step.take(queries, matrix, "nope"), "mla_absorb")
+    absorbed = step.linear(section, step.take(queries, matrix, "nope"), "mla_absorb")
     mla.store_queries(plan, absorbed, queries, refs.queries)
 
     mla.attend(plan, layer, refs.current, refs.queries, refs.fresh, step.pages, refs.contexts)
@@ -187,37 +219,42 @@ def mla_attention(step: Step, index: Scalar, layer: Scalar, x: jax.Array) -> jax
     mla.merge_into_groups(plan, refs.fresh, positions, counts, refs.latent_group)
     step.groups.start_write(layer, positions)
 
-    contexts = jnp.concatenate([refs.contexts[:, head] for head in range(config.num_attention_heads)], axis=-1)
-    values, index = step.linear(index, contexts, "mla_value")
-    gate = step.take(out, "mla_in", "gate") if config.mla_use_output_gate else None
-    out, _ = step.linear(index, mla.attention_output(plan, values, gate), "mla_out")
-    return step.take(out, "mla_out", "out")
+    contexts = jnp.concatenate([refs.contexts[:, head] for head in range(plan.split.heads)], axis=-1)
+    values = step.linear(section, contexts, "mla_value")
+    gate = step.take(own, "mla_in", "gate") if config.mla_use_output_gate else None
+    out = step.linear(section, mla.attention_output(plan, values, gate), "mla_out")
+    return _own_sum(step, out, "mla_out")
 
 
-def dense_ffn(step: Step, index: Scalar, x: jax.Array) -> jax.Array:
-    """[rows, hidden] f32 -> [rows, hidden] f32"""
-    return _gated_ffn(step, index, x, "dense")[0]
+def dense_ffn(step: Step, section: Scalar, x: jax.Array) -> jax.Array:
+    """[rows, hidden] f32 -> [rows, own hidden] f32"""
+    hidden = _gated(step, section, x, "dense")
+    return _own_sum(step, step.linear(section, hidden, "dense_out"), "dense_out")
 
 
-def moe_ffn(step: Step, index: Scalar, moe_layer: Scalar, x: jax.Array) -> jax.Array:
-    """Routed experts (their copies run while the shared experts compute) plus shared experts.
+def moe_ffn(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array) -> jax.Array:
+    """Routed experts plus shared experts; `moe_layer` counts MoE layers.  # [rows, hidden] -> [rows, own hidden] f32
 
-    [rows, hidden] f32 -> [rows, hidden] f32; `moe_layer` counts MoE layers.
+    The shared experts compute while the router's logits are gathered and while the routed experts' copies run.
     """
     plan, refs, config = step.plan, step.refs, step.plan.config
     assert step.experts is not None
-    routed, index = step.linear(index, x, "route")
-    router = step.plan.matrices["route"].columns[0].padded
+    logits = step.rows_of(step.linear(section, x, "router"), 0, plan.matrices["router"].n)
+    pieces = [Piece(logits, config.num_experts, exact=True)]
+    if config.latent_experts:
+        down = step.linear(section, x, "latent")
+        pieces.append(Piece(step.take(down, "latent", "latent"), config.routed_expert_hidden_size))
+    step.cores.start_gather(pieces)
+    hidden = _gated(step, section, x, "shared") if config.num_shared_experts else None
+    logits, *latent = step.cores.finish_gather()
+
     bias = step.vector("router_bias", config.num_experts)
-    logits = step.rows_of(routed, 0, router)
     refs.expert_weights[...] = route.expert_weights(plan, logits, bias, step.active())
     count = route.start_experts(plan, refs.expert_weights[...], moe_layer, step.experts, refs.chosen_experts)
-    latent = step.take(routed, "route", "latent") if config.latent_experts else x
-    refs.expert_input[...] = latent.astype(plan.activations)
-
+    refs.expert_input[...] = (latent[0] if latent else x).astype(plan.activations)
     shared: jax.Array | None = None
-    if config.num_shared_experts:
-        shared, index = _gated_ffn(step, index, x, "shared")
+    if hidden is not None:
+        shared = step.take_unrounded(step.linear(section, hidden, "shared_out"), "shared_out", "out")
     experts_phase.run_experts(
         plan,
         count,
@@ -228,18 +265,37 @@ def moe_ffn(step: Step, index: Scalar, moe_layer: Scalar, x: jax.Array) -> jax.A
         refs.chosen_experts,
         refs.expert_sum,
     )
-    total = refs.expert_sum[:, : config.routed_expert_hidden_size] + route.poison(plan, logits, bias)
-    total = rounded(plan, total)
-    if config.latent_moe_use_norm:
-        total = step.norm(total, "latent_norm")
+    routed = refs.expert_sum[:, : config.routed_expert_hidden_size] + route.poison(plan, logits, bias)
+    return _routed_and_shared(step, section, routed, shared)
+
+
+def _routed_and_shared(step: Step, section: Scalar, routed: jax.Array, shared: jax.Array | None) -> jax.Array:
+    """Sums both over cores.  # [rows, >= latent] and [rows, hidden] f32, partial -> [rows, own hidden] f32
+
+    The norm between the routed experts and their up projection is one factor a row, and a factor goes through a product:
+    it is applied to the sums, so that its sum of squares travels with them and costs no exchange of its own.
+    """
+    plan, config = step.plan, step.plan.config
+    squares: jax.Array | None = None
     if config.latent_experts:
-        up, index = step.linear(index, total, "routed_up")
-        total = step.take(up, "routed_up", "out")
-    return total if shared is None else rounded(plan, total + shared)
+        step.cores.start_sum([routed])
+        (latent,) = step.cores.finish_sum()
+        latent = rounded(plan, latent)  # [rows, own latent] f32
+        if config.latent_moe_use_norm:
+            squares = jnp.sum(latent * latent, axis=-1, keepdims=True)
+            latent = latent * step.own_vector("latent_norm", config.routed_expert_hidden_size)
+        routed = step.take_unrounded(step.linear(section, latent, "routed_up"), "routed_up", "out")
+    step.cores.start_sum([routed] if shared is None else [routed, shared], squares)
+    total, *others = step.cores.finish_sum()
+    if squares is not None:
+        spread = step.cores.finish_statistic() / config.routed_expert_hidden_size
+        total = total * lax.rsqrt(spread + config.rms_norm_eps)
+    total = rounded(plan, total)
+    return rounded(plan, total + rounded(plan, others[0])) if others else total
 
 
-def _gated_ffn(step: Step, index: Scalar, x: jax.Array, name: str) -> tuple[jax.Array, Scalar]:
-    out, index = step.linear(index, x, f"{name}_in")
+def _gated(step: Step, section: Scalar, x: jax.Array, name: str) -> jax.Array:
+    """Gate and up projections of a feed-forward network and its activation.  # -> [rows, own width] f32"""
+    out = step.linear(section, x, f"{name}_in")
     gate, up = step.take(out, f"{name}_in", "gate"), step.take(out, f"{name}_in", "up")
-    out, index = step.linear(index, ffn.activation(step.plan, gate, up), f"{name}_out")
-    return step.take(out, f"{name}_out", "out"), index
+    return ffn.activation(step.plan, gate, up)

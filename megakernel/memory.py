@@ -51,13 +51,13 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
     """Scratch of one launch. `out_NAME` is the output of the streamed product NAME."""
     from megakernel.plan import POSITION_GROUP
 
-    config, rows, sequences = plan.config, plan.rows, plan.sequences
+    config, split, rows, sequences = plan.config, plan.split, plan.rows, plan.sequences
     hidden, activations = config.hidden_size, plan.activations
     head_dim, taps = config.kda_head_dim, config.short_conv_kernel_size
     buffers = {
-        "ring": Buffer((plan.ring_depth, plan.block_k, plan.block_n), plan.storage),
-        "vectors": Buffer((2, *plan.vector_table), "float32"),
-        "embedding_rows": Buffer((plan.live_rows, POSITION_GROUP, hidden), plan.storage),
+        "ring": Buffer((plan.ring_depth, plan.block_rows, plan.block_lanes), plan.storage),
+        **{f"{name}_vectors": Buffer((2, *shape), "float32") for name, shape in plan.vector_tables.items()},
+        "embedding_rows": Buffer((plan.live_rows, POSITION_GROUP, split.hidden), plan.storage),
         "stream": Buffer((config.num_snapshots + 1, rows, hidden), "float32"),
         "operand": Buffer((rows, plan.operand_width), activations),
         "scaled_logits": Buffer((1, plan.output_width(plan.matrices["head"])), "float32"),
@@ -65,18 +65,18 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
     }
     if config.kda_layers:
         buffers |= {
-            "state": Buffer((config.kda_num_heads, sequences, head_dim, head_dim), "float32"),
-            "tails": Buffer((taps - 1, sequences, 3 * config.kda_width), "float32"),
-            "kda_rows": Buffer((KDA_PLANES, plan.tokens, sequences, config.kda_width), "float32"),
+            "state": Buffer((split.kda_heads, sequences, head_dim, head_dim), "float32"),
+            "tails": Buffer((taps - 1, sequences, 3 * split.kda_width), "float32"),
+            "kda_rows": Buffer((KDA_PLANES, plan.tokens, sequences, split.kda_width), "float32"),
             "trial_state": Buffer((plan.head_group * sequences, head_dim, head_dim), "float32"),
-            "kda_read": Buffer((plan.tokens, sequences, config.kda_width), "float32"),
+            "kda_read": Buffer((plan.tokens, sequences, split.kda_width), "float32"),
         }
     if config.kda_layers and plan.tokens > 1:
         buffers |= {
-            "pending": Buffer((KDA_KEPT_PLANES, plan.tokens, sequences, config.kda_width), "float32"),
+            "pending": Buffer((KDA_KEPT_PLANES, plan.tokens, sequences, split.kda_width), "float32"),
         }
     if config.mla_layers:
-        latent, heads = plan.latent_lanes, config.num_attention_heads
+        latent, heads = plan.latent_lanes, split.heads
         buffers |= {
             "page": Buffer((2, plan.page, latent), activations),
             "latent_group": Buffer((sequences, plan.group_positions, latent), activations),
@@ -114,7 +114,8 @@ def smem_scratch(plan: Plan) -> dict[str, Buffer]:
 
 
 def semaphore_counts(plan: Plan) -> dict[str, int]:
-    counts = {"ring_done": plan.ring_depth, "vectors_done": 2, "embedding_done": 1}
+    counts = {"ring_done": plan.ring_depth, "embedding_done": 1}
+    counts |= {f"{name}_vectors_done": 2 for name in plan.vector_tables}
     if plan.config.kda_layers:
         counts |= {"state_in": 1, "state_out": 1, "tails_in": 1, "tails_out": 1}
         if plan.tokens > 1:
@@ -134,13 +135,16 @@ def weight_buffers(plan: Plan) -> dict[str, Buffer]:
 
     config = plan.config
     buffers = {
-        "tape": Buffer((plan.tape_blocks, plan.block_k, plan.block_n), plan.storage),
-        "vector_tables": Buffer((config.num_hidden_layers + 1, *plan.vector_table), "float32"),
-        "embedding": Buffer((round_up(config.vocab_size, POSITION_GROUP), config.hidden_size), plan.storage),
+        "tape": Buffer((plan.tape_blocks, plan.block_rows, plan.block_lanes), plan.storage),
+        **{
+            f"{name}_tables": Buffer((config.num_hidden_layers + 1, *shape), "float32")
+            for name, shape in plan.vector_tables.items()
+        },
+        "embedding": Buffer((round_up(config.vocab_size, POSITION_GROUP), plan.split.hidden), plan.storage),
     }
     if plan.moe_layers:
         expert = plan.storage if config.expert_format == "bf16" else "uint32"
-        experts = plan.moe_layers * config.num_experts
+        experts = plan.moe_layers * plan.split.experts
         shape_in, shape_out = plan.expert_shapes
         buffers |= {"bank_in": Buffer((experts, *shape_in), expert), "bank_out": Buffer((experts, *shape_out), expert)}
     return buffers | (plan.drafter.weights(plan) if plan.drafter else {})
@@ -157,11 +161,11 @@ def cache_buffers(plan: Plan) -> dict[str, Buffer]:
         layers, dim = len(config.kda_layers), config.kda_head_dim
         taps = config.short_conv_kernel_size - 1
         buffers |= {
-            "states": Buffer((layers, config.kda_num_heads, sequences, dim, dim), "float32"),
-            "conv_tails": Buffer((layers, taps, sequences, 3 * config.kda_width), "float32"),
+            "states": Buffer((layers, plan.split.kda_heads, sequences, dim, dim), "float32"),
+            "conv_tails": Buffer((layers, taps, sequences, 3 * plan.split.kda_width), "float32"),
         }
         if plan.tokens > 1:
-            kept = (layers, KDA_KEPT_PLANES, plan.tokens, sequences, config.kda_width)
+            kept = (layers, KDA_KEPT_PLANES, plan.tokens, sequences, plan.split.kda_width)
             buffers["pending_rows"] = Buffer(kept, "float32")
     if config.mla_layers:
         shape = (len(config.mla_layers), sequences, plan.cache_positions, plan.latent_lanes)
@@ -235,9 +239,9 @@ def step_bytes(plan: Plan, position: int | None = None) -> dict[str, int]:
     caches = cache_buffers(plan)
     moved = {
         "tape": 0 if plan.tape_is_resident else plan.tape_bytes,
-        "vectors": weight_buffers(plan)["vector_tables"].padded_bytes,
+        "vectors": sum(weight_buffers(plan)[f"{name}_tables"].padded_bytes for name in plan.vector_tables),
         "experts": plan.moe_layers * plan.max_distinct_experts * plan.expert_bytes,
-        "embedding": plan.live_rows * POSITION_GROUP * config.hidden_size * BYTES[plan.weights],
+        "embedding": plan.live_rows * POSITION_GROUP * plan.split.hidden * BYTES[plan.weights],
     }
     if config.kda_layers:
         moved["KDA states"] = 2 * caches["states"].padded_bytes

@@ -20,23 +20,25 @@ _NUMPY = {"float32": np.dtype(np.float32), "bfloat16": _BFLOAT16, "uint16": _BFL
 """What arrays are filled as; "uint16" holds the bits of bfloat16."""
 
 
-def pack(plan: Plan, weights: Weights, draft_weights: Weights | None = None) -> dict[str, np.ndarray]:
+def pack(plan: Plan, weights: Weights, draft_weights: Weights | None = None, *, core: int = 0) -> dict[str, np.ndarray]:
     """Lays a checkpoint's tensors out for one core; arrays by name, as in `memory.weight_buffers`.
 
     Args:
+      core: index on the mesh axis `tp`.
       weights: tensors by the names of `model.layout`, [out, in]; read one at a time.
       draft_weights: tensors of the plan's drafter, if it has any.
     """
     buffers = weight_buffers(plan)
     packed = {name: np.zeros(buffer.shape, _NUMPY[buffer.dtype]) for name, buffer in buffers.items()}
     drafts = _with_target(plan, weights, draft_weights or {})
-    _pack_tape(plan, weights, drafts, packed["tape"])
+    _pack_tape(plan, weights, drafts, core, packed["tape"])
     if plan.drafter:
         plan.drafter.pack(plan, drafts, packed)
-    _pack_vectors(plan, weights, packed["vector_tables"])
-    packed["embedding"][: plan.config.vocab_size] = weights["model.embed_tokens.weight"]
+    _pack_vectors(plan, weights, core, packed)
+    own = weights["model.embed_tokens.weight"][:, core * plan.split.hidden : (core + 1) * plan.split.hidden]
+    packed["embedding"][: plan.config.vocab_size, : own.shape[1]] = own
     if plan.moe_layers:
-        _pack_bank(plan, weights, packed["bank_in"], packed["bank_out"])
+        _pack_bank(plan, weights, core, packed["bank_in"], packed["bank_out"])
     return {name: a.view(np.uint16) if buffers[name].dtype == "uint16" else a for name, a in packed.items()}
 
 
@@ -50,85 +52,112 @@ def _with_target(plan: Plan, weights: Weights, draft_weights: Weights) -> Weight
     return {**draft_weights, "target.embed_tokens": embedding, "target.lm_head": head}
 
 
-def _pack_tape(plan: Plan, weights: Weights, drafts: Weights, tape: np.ndarray) -> None:
+def _pack_tape(plan: Plan, weights: Weights, drafts: Weights, core: int, tape: np.ndarray) -> None:
     block = 0
-    for source, prefix, matrix in _tape_order(plan, weights, drafts):
-        blocks = matrix_blocks(plan, matrix, _dense_matrix(plan, source, prefix, matrix))
-        tape[block : block + len(blocks)] = blocks
-        block += len(blocks)
+    for source, prefix, section in _tape_order(plan, weights, drafts):
+        blocks = plan.section_blocks(section)
+        rows = tape[block : block + blocks].reshape(-1, plan.block_lanes)
+        for matrix in plan.sections[section]:
+            lay_matrix(plan, matrix, _dense_matrix(plan, source, prefix, matrix, core), rows)
+        block += blocks
     assert block == len(tape), f"{block} blocks packed, {len(tape)} planned"
 
 
-def _tape_order(plan: Plan, weights: Weights, drafts: Weights) -> Iterator[tuple[Weights, str, Matrix]]:
-    config = plan.config
-    for layer in range(config.num_hidden_layers):
-        for matrix in (*program.attention_matrices(config, layer), *program.ffn_matrices(config, layer)):
-            yield weights, f"model.layers.{layer}.", matrix
-    for matrix in program.head_matrices(config):
-        yield weights, "", matrix
-    for matrix in plan.drafter.matrices() if plan.drafter else ():
-        yield drafts, "", matrix
+def _tape_order(plan: Plan, weights: Weights, drafts: Weights) -> Iterator[tuple[Weights, str, str]]:
+    *layers, head = program.section_order(plan.config)
+    for i, section in enumerate(layers):
+        yield weights, f"model.layers.{i // 2}.", section
+    yield weights, "", head
+    if "draft" in plan.sections:
+        yield drafts, "", "draft"
 
 
-def _dense_matrix(plan: Plan, weights: Weights, prefix: str, matrix: Matrix) -> np.ndarray:
-    """The product's weights with padded columns.  # [groups, k, n]"""
+def _dense_matrix(plan: Plan, weights: Weights, prefix: str, matrix: Matrix, core: int) -> np.ndarray:
+    """One core's part of a product's weights with padded columns.  # [groups, k, n]"""
     dense = np.zeros((matrix.groups, matrix.k, matrix.n), _NUMPY[plan.weights])
     for column in matrix.columns:
-        tensor = weights[prefix + column.tensor]
         start = matrix.offset(column.name)
         for group in range(matrix.groups):
-            dense[group, :, start : start + column.width] = _column(plan, tensor, column, group)
+            tensor = column_rows(plan, weights, prefix, column, core, group)
+            if matrix.own_inputs:
+                tensor = tensor[:, core * matrix.k : (core + 1) * matrix.k]
+            elif column.part in _WHOLE:
+                tensor = tensor[core * column.width : (core + 1) * column.width]
+            dense[group, : tensor.shape[1], start : start + len(tensor)] = tensor.T
     return dense
 
 
-def _column(plan: Plan, tensor: np.ndarray, column: Column, group: int) -> np.ndarray:
-    """One column range as [k, width]; see `model.layout` for how the tensors order their rows."""
-    config = plan.config
+_WHOLE = ("all", "low")
+"""Parts whose rows are divided evenly over cores; the others are picked head by head."""
+
+
+def column_rows(plan: Plan, weights: Weights, prefix: str, column: Column, core: int, group: int) -> np.ndarray:
+    """The rows of a checkpoint tensor that a column names.  # [out, in]; see `model.layout` for how tensors order them
+
+    Rows of parts that go by heads are already this core's own; a head past the last has none.
+    """
+    config, split, tensor = plan.config, plan.split, weights[prefix + column.tensor]
     if column.part == "all":
-        return tensor.T
-    if column.tensor.endswith("kv_a_proj_with_mqa.weight"):
-        return (tensor[: config.kv_lora_rank] if column.part == "nope" else tensor[config.kv_lora_rank :]).T
+        return tensor
+    if column.part == "low":
+        return _low_rank_rows(plan, weights, prefix)
+    nope = config.qk_nope_head_dim
     if column.part in ("key", "value"):
-        heads = tensor.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
-        key, value = np.split(heads[group], [config.qk_nope_head_dim])
-        return key if column.part == "key" else value.T
-    heads = tensor.reshape(config.num_attention_heads, config.qk_head_dim, -1)
+        head = core * split.heads + group
+        if head >= config.num_attention_heads:
+            return tensor[:0]
+        key, value = np.split(tensor.reshape(config.num_attention_heads, -1, config.kv_lora_rank)[head], [nope])
+        return key.T if column.part == "key" else value
+    heads = tensor.reshape(config.num_attention_heads, config.qk_head_dim, -1)[core * split.heads :][: split.heads]
     if column.part == "nope":
-        return heads[:, : config.qk_nope_head_dim].reshape(-1, heads.shape[-1]).T
-    return heads[int(column.name.removeprefix("extra")), config.qk_nope_head_dim :].T
+        return heads[:, :nope].reshape(-1, heads.shape[-1])
+    return heads[int(column.name.removeprefix("extra")) :][:1, nope:].reshape(-1, heads.shape[-1])
 
 
-def matrix_blocks(plan: Plan, matrix: Matrix, dense: np.ndarray) -> np.ndarray:
-    """Cuts a product's weights into tape blocks.  # [groups, k, n] -> [blocks, block_k, block_n]"""
-    tiling = plan.tiling(matrix)
-    n_padded = tiling.tiles_per_group * plan.block_n
-    k_missing, n_missing = tiling.k_padded - matrix.k, n_padded - matrix.n
-    dense = np.pad(dense, ((0, 0), (0, k_missing), (0, n_missing)))
-    if tiling.fold == 1:
-        cut = dense.reshape(matrix.groups, tiling.k_tiles, plan.block_k, tiling.tiles_per_group, plan.block_n)
-        return cut.transpose(0, 3, 1, 2, 4).reshape(-1, plan.block_k, plan.block_n)
-    cut = dense.reshape(matrix.groups, tiling.k_padded, tiling.tiles_per_group, plan.block_n)
-    tiles = cut.transpose(0, 2, 1, 3).reshape(-1, tiling.k_padded, plan.block_n)
-    tiles = np.pad(tiles, ((0, tiling.blocks * tiling.fold - len(tiles)), (0, 0), (0, 0)))
-    return tiles.reshape(tiling.blocks, plan.block_k, plan.block_n)
+def _low_rank_rows(plan: Plan, weights: Weights, prefix: str) -> np.ndarray:
+    """Everything of an MLA layer that is gathered before use, as `Split.low_offsets` lays it out.  # [low, hidden]"""
+    config, offsets = plan.config, plan.split.low_offsets
+    latent, extra = np.split(weights[f"{prefix}self_attn.kv_a_proj_with_mqa.weight"], [config.kv_lora_rank])
+    rows = np.zeros((plan.split.low_width, config.hidden_size), latent.dtype)
+    parts = {"latent": latent, "extra": extra}
+    if config.q_lora_rank is not None:
+        parts["query"] = weights[f"{prefix}self_attn.q_a_proj.weight"]
+    for name, part in parts.items():
+        rows[offsets[name] : offsets[name] + len(part)] = part
+    return rows
+
+
+def lay_matrix(plan: Plan, matrix: Matrix, dense: np.ndarray, rows: np.ndarray) -> None:
+    """Writes a product's weights to its section.  # dense [groups, k, n]; rows [section rows, block_lanes]"""
+    tiling = plan.tilings[matrix.name]
+    for panel in tiling.panels:
+        size, width = sum(cut.rows for cut in panel.cuts), plan.block_lanes // panel.fold
+        columns = dense[panel.group, :, panel.lane : panel.lane + width]
+        for part in range(panel.fold):
+            at = part * width
+            for cut in panel.cuts:
+                piece = columns[part * size + cut.k : min(part * size + cut.k + cut.rows, (part + 1) * size)]
+                first = cut.block * plan.block_rows + cut.row
+                rows[first : first + len(piece), at : at + piece.shape[1]] = piece
 
 
 # ---- small vectors ----
 
 
-def _pack_vectors(plan: Plan, weights: Weights, tables: np.ndarray) -> None:
-    config, rows = plan.config, plan.vector_rows
+def _pack_vectors(plan: Plan, weights: Weights, core: int, packed: dict[str, np.ndarray]) -> None:
+    config = plan.config
 
-    def put(table: np.ndarray, name: str, vector: np.ndarray) -> None:
+    def put(layer: int, name: str, vector: np.ndarray) -> None:
+        table, row = plan.vector_places[name]
         flat = np.asarray(vector, np.float32).reshape(-1)
-        table[rows[name], : len(flat)] = flat
+        packed[f"{table}_tables"][layer, row, : len(flat)] = flat
 
     for layer in range(config.num_hidden_layers):
-        for name, vector in _layer_vectors(plan, weights, layer):
-            put(tables[layer], name, vector)
-    put(tables[-1], "final_norm", weights["model.norm.weight"])
+        for name, vector in _layer_vectors(plan, weights, layer, core):
+            put(layer, name, vector)
+    put(-1, "final_norm", weights["model.norm.weight"])
     if config.attn_res_block_size:
-        put(tables[-1], "final_mix", _mix_weight(weights, "model.output_attn_res"))
+        put(-1, "final_mix", _mix_weight(weights, "model.output_attn_res"))
 
 
 def _mix_weight(weights: Weights, stem: str) -> np.ndarray:
@@ -136,7 +165,7 @@ def _mix_weight(weights: Weights, stem: str) -> np.ndarray:
     return norm * projection[0]
 
 
-def _layer_vectors(plan: Plan, weights: Weights, layer: int) -> Iterator[tuple[str, np.ndarray]]:
+def _layer_vectors(plan: Plan, weights: Weights, layer: int, core: int) -> Iterator[tuple[str, np.ndarray]]:
     config, prefix = plan.config, f"model.layers.{layer}."
     yield "attn_norm", weights[f"{prefix}input_layernorm.weight"]
     yield "ffn_norm", weights[f"{prefix}post_attention_layernorm.weight"]
@@ -149,7 +178,8 @@ def _layer_vectors(plan: Plan, weights: Weights, layer: int) -> Iterator[tuple[s
             yield "latent_norm", weights[f"{prefix}block_sparse_moe.routed_expert_norm.weight"]
     attention = f"{prefix}self_attn."
     if config.layer_kind(layer) == "kda":
-        yield from _kda_vectors(plan, weights, attention)
+        own = slice(core * plan.split.kda_width, (core + 1) * plan.split.kda_width)
+        yield from ((name, vector[own]) for name, vector in _kda_vectors(plan, weights, attention))
         return
     yield "kv_norm", weights[f"{attention}kv_a_layernorm.weight"]
     if config.q_lora_rank is not None:
@@ -164,37 +194,44 @@ def _kda_vectors(plan: Plan, weights: Weights, attention: str) -> Iterator[tuple
         yield name, weights[f"{attention}{stream}_conv1d.weight"][:, 0, tap]
     rate = np.exp(np.asarray(weights[f"{attention}A_log"], np.float32).reshape(-1)[:heads])
     yield "decay_rate", np.repeat(rate, dim)
-    yield "decay_bias", weights[f"{attention}dt_bias"]
+    yield "decay_bias", weights[f"{attention}dt_bias"].reshape(-1)
     yield "out_norm", np.tile(weights[f"{attention}o_norm.weight"], heads)
 
 
 # ---- experts ----
 
 
-def _pack_bank(plan: Plan, weights: Weights, bank_in: np.ndarray, bank_out: np.ndarray) -> None:
-    config = plan.config
-    width = round_up(config.moe_intermediate_size, LANES)
-    entry = 0
-    for layer in range(config.num_hidden_layers):
-        if not config.is_moe(layer):
-            continue
-        for expert in range(config.num_experts):
+def _pack_bank(plan: Plan, weights: Weights, core: int, bank_in: np.ndarray, bank_out: np.ndarray) -> None:
+    config, split = plan.config, plan.split
+    width = round_up(split.expert_width, LANES)
+    group, part = divmod(core, split.expert_parts)
+    experts = range(group * split.experts, min((group + 1) * split.experts, config.num_experts))
+    own = slice(part * split.expert_width, (part + 1) * split.expert_width)
+    moe_layers = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)]
+    for i, layer in enumerate(moe_layers):
+        for j, expert in enumerate(experts):
+            entry = i * split.experts + j
             for matrix, bank, start in (("w1", bank_in, 0), ("w3", bank_in, width), ("w2", bank_out, 0)):
-                piece = _expert_matrix(plan, weights, expert_name(layer, expert, matrix))  # type: ignore[arg-type]
+                piece = _expert_matrix(plan, weights, expert_name(layer, expert, matrix), matrix, own)  # type: ignore[arg-type]
                 bank[entry, : piece.shape[0], start : start + piece.shape[1]] = piece
-            entry += 1
 
 
-def _expert_matrix(plan: Plan, weights: Weights, stem: str) -> np.ndarray:
-    """One expert matrix as the bank holds it.  # [rows, out]"""
+def _expert_matrix(plan: Plan, weights: Weights, stem: str, matrix: str, own: slice) -> np.ndarray:
+    """One part of an expert matrix as the bank holds it: `own` columns of its width.  # [rows, out]"""
+
+    def part(tensor: np.ndarray, inputs_per_entry: int) -> np.ndarray:
+        if matrix != "w2":
+            return tensor[own]
+        return tensor[:, own.start // inputs_per_entry : own.stop // inputs_per_entry]
+
     if plan.config.expert_format == "bf16":
-        return weights[f"{stem}.weight"].T
-    scale = weights[f"{stem}.weight_scale"]
+        return part(weights[f"{stem}.weight"], 1).T
+    scale = part(weights[f"{stem}.weight_scale"], 32)
     bad = (scale == 0) | (scale == 255)
     if bad.any():
         found = f"found {scale[bad][0]} at {np.argwhere(bad)[0].tolist()}"
         raise CheckpointError(f"tensor {stem}.weight_scale: expected MXFP4 scale bytes from 1 to 254; {found}")
-    return pack_mxfp4(weights[f"{stem}.weight_packed"], scale)
+    return pack_mxfp4(part(weights[f"{stem}.weight_packed"], 2), scale)
 
 
 def pack_mxfp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from collections import Counter
 from functools import cached_property
 
 from megakernel import program
 from megakernel.drafting import Drafter
 from megakernel.program import LANES, Matrix, round_up
+from megakernel.split import Split, split_choices
 from megakernel.target import CPU, MIB, Number, Target
+from megakernel.tiling import Tiling, lay_out
 from model.config import ModelConfig
+from model.layout import tensor_specs
 
 BYTES = {"float32": 4, "bfloat16": 2}
 POSITION_GROUP = 16
 """Cache positions (and embedding rows) that move together: one packed tile of any number format."""
 MAX_ROWS = 16
-_BLOCK_OVERHEAD_BYTES = 256 << 10
-"""Cost of handling one block, as bytes of stream: what the block-shape search trades against padding."""
+_BLOCK_COST_BYTES, _CUT_COST_BYTES = 8 << 10, 1 << 10
+"""Cost of handling one block and one cut of a panel, as bytes of stream: what the search trades against padding."""
 _VMEM_SHARE = 0.9
 """Part of VMEM that a plan may fill; the rest is the compiler's own scratch."""
 _MAX_BLOCK_BYTES = 4 * MIB
@@ -32,33 +37,11 @@ class PlanError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a matrix lies in blocks of `[block_k, block_n]`.
-
-    A long matrix (`fold == 1`) is cut along k into `k_tiles` blocks for every output tile; a short one stacks `fold`
-    output tiles in one block. Output tiles run group by group, then along n.
-    """
-
-    k_padded: int
-    k_tiles: int
-    fold: int
-    tiles_per_group: int
-    groups: int
-
-    @property
-    def tiles(self) -> int:
-        return self.groups * self.tiles_per_group
-
-    @property
-    def blocks(self) -> int:
-        return self.tiles * self.k_tiles if self.fold == 1 else -(-self.tiles // self.fold)
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
-    """See `make_plan`; every size below derives from these fields."""
+    """See `make_plan`; every size below derives from these fields, and counts one core."""
 
     config: ModelConfig
+    split: Split
     target: Target
     sequences: int
     context: int
@@ -66,8 +49,8 @@ class Plan:
     page: int
     activations: Number
     weights: Number
-    block_k: int
-    block_n: int
+    block_rows: int
+    block_lanes: int
     ring_depth: int
     expert_slots: int
     keep_logits: bool
@@ -99,7 +82,7 @@ class Plan:
         """KDA heads whose states are updated together: as many as one MiB holds, dividing the number of heads."""
         head_bytes = 4 * self.sequences * self.config.kda_head_dim**2
         most = max(1, MIB // head_bytes)
-        return max(group for group in range(1, most + 1) if self.config.kda_num_heads % group == 0)
+        return max(group for group in range(1, most + 1) if self.split.kda_heads % group == 0)
 
     @property
     def group_positions(self) -> int:
@@ -114,35 +97,45 @@ class Plan:
     # ---- tape ----
 
     @cached_property
-    def matrices(self) -> dict[str, Matrix]:
+    def sections(self) -> dict[str, tuple[Matrix, ...]]:
+        """Matrices of each section of the tape."""
         drafts = self.drafter.matrices() if self.drafter else ()
-        return program.all_matrices(self.config) | {matrix.name: matrix for matrix in drafts}
+        return program.sections(self.split) | ({"draft": drafts} if drafts else {})
 
-    def tiling(self, matrix: Matrix) -> Tiling:
-        return tile_matrix(matrix, self.block_k, self.block_n)
+    @cached_property
+    def matrices(self) -> dict[str, Matrix]:
+        return {matrix.name: matrix for matrices in self.sections.values() for matrix in matrices}
 
-    def blocks(self, matrices: tuple[Matrix, ...]) -> int:
-        return sum(self.tiling(matrix).blocks for matrix in matrices)
+    @cached_property
+    def _layouts(self) -> dict[str, tuple[dict[str, Tiling], int]]:
+        return {name: lay_out(matrices, self.block_rows, self.block_lanes) for name, matrices in self.sections.items()}
+
+    @cached_property
+    def tilings(self) -> dict[str, Tiling]:
+        """How each matrix lies in its section, by name."""
+        return {name: tiling for found, _ in self._layouts.values() for name, tiling in found.items()}
+
+    def section_blocks(self, section: str) -> int:
+        return self._layouts[section][1]
 
     @cached_property
     def layer_starts(self) -> tuple[tuple[int, int], ...]:
         """First tape block of each layer's attention and FFN; last, of the LM head."""
         starts, block = [], 0
-        for layer in range(self.config.num_hidden_layers):
-            attention = block
-            block += self.blocks(program.attention_matrices(self.config, layer))
-            starts.append((attention, block))
-            block += self.blocks(program.ffn_matrices(self.config, layer))
-        return (*starts, (block, block))
+        for section in program.section_order(self.config):
+            starts.append(block)
+            block += self.section_blocks(section)
+        layers = zip(starts[::2], starts[1::2], strict=False)
+        return (*layers, (starts[-1], starts[-1]))
 
     @cached_property
     def tape_blocks(self) -> int:
-        return self.draft_start + self.blocks(self.drafter.matrices() if self.drafter else ())
+        return self.draft_start + (self.section_blocks("draft") if "draft" in self.sections else 0)
 
     @cached_property
     def draft_start(self) -> int:
         """First tape block of the drafter."""
-        return self.layer_starts[-1][0] + self.blocks(program.head_matrices(self.config))
+        return self.layer_starts[-1][0] + self.section_blocks("head")
 
     @property
     def storage(self) -> str:
@@ -152,7 +145,7 @@ class Plan:
 
     @property
     def block_bytes(self) -> int:
-        return self.block_k * self.block_n * BYTES[self.weights]
+        return self.block_rows * self.block_lanes * BYTES[self.weights]
 
     @property
     def tape_bytes(self) -> int:
@@ -165,37 +158,34 @@ class Plan:
 
     @cached_property
     def tape_parameters(self) -> int:
-        """Weights on the tape without padding."""
-        drafts = self.drafter.matrices() if self.drafter else ()
-        total = sum(matrix.parameters for matrix in (*program.head_matrices(self.config), *drafts))
-        for layer in range(self.config.num_hidden_layers):
-            total += sum(matrix.parameters for matrix in program.attention_matrices(self.config, layer))
-            total += sum(matrix.parameters for matrix in program.ffn_matrices(self.config, layer))
-        return total
+        """Weights on the tapes of all cores, without padding; a drafter's are on every one."""
+        on_tape, specs = program.tape_tensors(self.split), tensor_specs(self.config)
+        target = sum(math.prod(spec.shape) for name, spec in specs.items() if program.relative(name) in on_tape)
+        return target + sum(matrix.parameters for matrix in self.sections.get("draft", ()))
 
     # ---- widths of buffers ----
 
     @cached_property
     def operand_width(self) -> int:
-        return max(t.groups * t.k_padded for t in map(self.tiling, self.matrices.values()))
+        return max(matrix.groups * self.tilings[name].k_padded for name, matrix in self.matrices.items())
 
     def output_width(self, matrix: Matrix) -> int:
-        """Lanes of a product's output; a looping product also writes the padding tiles of its last block."""
-        tiling = self.tiling(matrix)
-        return tiling.blocks * tiling.fold * self.block_n if tiling.fold > 1 else tiling.tiles * self.block_n
+        """Lanes of a product's output."""
+        return matrix.groups * self.group_width(matrix)
 
     def group_width(self, matrix: Matrix) -> int:
         """Distance between the outputs of two groups."""
-        return self.tiling(matrix).tiles_per_group * self.block_n
+        return self.tilings[matrix.name].group_lanes
 
     @cached_property
-    def vector_rows(self) -> dict[str, int]:
-        return program.vector_rows(self.config)
+    def vector_places(self) -> dict[str, tuple[str, int]]:
+        """Table and row of each small vector."""
+        return program.vector_places(self.config)
 
     @cached_property
-    def vector_table(self) -> tuple[int, int]:
-        """Shape of one layer's table of small vectors."""
-        return round_up(max(self.vector_rows.values()) + 1, 8), program.vector_width(self.config)
+    def vector_tables(self) -> dict[str, tuple[int, int]]:
+        """Shapes of one layer's tables of small vectors by name."""
+        return program.vector_tables(self.split)
 
     @cached_property
     def latent_lanes(self) -> int:
@@ -212,11 +202,11 @@ class Plan:
     def expert_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Rows and lanes of one expert's two pieces in the bank: gate and up side by side, then down."""
         config = self.config
-        gate_up = 2 * round_up(config.moe_intermediate_size, LANES)
+        gate_up = 2 * round_up(self.split.expert_width, LANES)
         down = round_up(config.routed_expert_hidden_size, LANES)
         return (
             (self._expert_rows(config.routed_expert_hidden_size), gate_up),
-            (self._expert_rows(config.moe_intermediate_size), down),
+            (self._expert_rows(self.split.expert_width), down),
         )
 
     def _expert_rows(self, k: int) -> int:
@@ -229,7 +219,8 @@ class Plan:
 
     @property
     def max_distinct_experts(self) -> int:
-        return min(self.config.num_experts, self.live_rows * self.config.num_experts_per_token)
+        """Of those that one core holds a part of."""
+        return min(self.split.experts, self.live_rows * self.config.num_experts_per_token)
 
     # ---- memory maps, in bytes ----
 
@@ -263,24 +254,12 @@ def mxfp4_rows(k: int) -> tuple[int, int]:
     return k // 8, -(-(k // 32) // 4)
 
 
-def tile_matrix(matrix: Matrix, block_k: int, block_n: int) -> Tiling:
-    if matrix.k > block_k:
-        k_padded, k_tiles, fold = round_up(matrix.k, block_k), -(-matrix.k // block_k), 1
-    else:
-        k_padded = next(size for size in _divisors(block_k) if size >= matrix.k)
-        k_tiles, fold = 1, block_k // k_padded
-    return Tiling(k_padded, k_tiles, fold, -(-matrix.n // block_n), matrix.groups)
-
-
-def _divisors(block_k: int) -> list[int]:
-    """Divisors of a block's rows that keep packed tiles whole, ascending."""
-    return [size for size in range(POSITION_GROUP, block_k + 1, POSITION_GROUP) if block_k % size == 0]
-
-
 def make_plan(
     config: ModelConfig,
     target: Target = CPU,
     *,
+    cores: int = 1,
+    expert_groups: int | None = None,
     sequences: int = 1,
     context: int | None = None,
     launch_steps: int | None = None,
@@ -293,11 +272,14 @@ def make_plan(
     drafter: Drafter | None = None,
     draft_tokens: int | None = None,
 ) -> Plan:
-    """Chooses every static number of the kernel for one core.
+    """Chooses every static number of the kernel.
 
     Args:
       config: the model.
       target: the machine (`megakernel.target`).
+      cores: cores that share the model, on the mesh axis `tp`.
+      expert_groups: groups into which routed experts are divided, each expert being split over the cores of a group;
+        default: the division whose busiest core is expected to read least.
       sequences: sequences decoded together; each has one row in a step, and one more for every drafted token.
       context: positions that a sequence may reach, prompt included; default: the model's, at most 4,096.
       launch_steps: most tokens, given and new, that one launch takes a sequence on; default: `context`.
@@ -320,11 +302,13 @@ def make_plan(
     tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
     _check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights
-    block_k, block_n = block or _choose_block(config, BYTES[weights])
-    if block_n % LANES or block_k % POSITION_GROUP or min(block_k, block_n) <= 0:
-        raise PlanError(f"block = {block_k}x{block_n}; rows must be a multiple of {POSITION_GROUP}, lanes of {LANES}")
+    split = _choose_split(config, cores, expert_groups)
+    block_rows, block_lanes = block or _choose_block(split, BYTES[weights])
+    if block_lanes % LANES or block_rows % LANES or min(block_rows, block_lanes) <= 0:
+        raise PlanError(f"block = {block_rows}x{block_lanes}; rows and lanes must be positive multiples of {LANES}")
     plan = Plan(
         config=config,
+        split=split,
         target=target,
         sequences=sequences,
         context=round_up(context, page),
@@ -332,8 +316,8 @@ def make_plan(
         page=page,
         activations=activations or target.activations,
         weights=weights,
-        block_k=block_k,
-        block_n=block_n,
+        block_rows=block_rows,
+        block_lanes=block_lanes,
         ring_depth=ring_depth or 1,
         expert_slots=min(expert_slots or 4, sequences * tokens * config.num_experts_per_token, config.num_experts),
         keep_logits=keep_logits,
@@ -377,19 +361,35 @@ def _deepest_ring(plan: Plan) -> int:
     return max(2, min(8, free // plan.block_bytes))
 
 
-def _choose_block(config: ModelConfig, item_bytes: int) -> tuple[int, int]:
-    """The block shape with the least bytes to stream, counting padding and a fixed cost a block."""
+def _choose_split(config: ModelConfig, cores: int, expert_groups: int | None) -> Split:
+    if isinstance(cores, bool) or not isinstance(cores, int) or cores < 1:
+        raise PlanError(f"cores = {cores!r}; expected a positive integer")
+    choices = split_choices(config, cores)
+    if expert_groups is not None:
+        choices = [split for split in choices if split.expert_groups == expert_groups]
+    if not choices:
+        asked = f" in {expert_groups} groups" if expert_groups is not None else ""
+        raise PlanError(
+            f"{cores} cores cannot share experts of width {config.moe_intermediate_size}{asked}: every core needs whole "
+            "groups of 32; the number of groups must divide the cores"
+        )
+    return min(choices, key=lambda split: split.expected_load(1))
+
+
+def _choose_block(split: Split, item_bytes: int) -> tuple[int, int]:
+    """The block shape with the least bytes to stream, counting padding and a fixed cost a block and a cut."""
+    order = Counter(program.section_order(split.config))
 
     def cost(shape: tuple[int, int]) -> float:
-        block_k, block_n = shape
-        blocks = 0
-        for layer in range(config.num_hidden_layers):
-            for matrix in (*program.attention_matrices(config, layer), *program.ffn_matrices(config, layer)):
-                blocks += tile_matrix(matrix, block_k, block_n).blocks
-        blocks += sum(tile_matrix(matrix, block_k, block_n).blocks for matrix in program.head_matrices(config))
-        return blocks * (block_k * block_n * item_bytes + _BLOCK_OVERHEAD_BYTES)
+        rows, lanes = shape
+        total = 0
+        for name, matrices in program.sections(split).items():
+            tilings, blocks = lay_out(matrices, rows, lanes)
+            cuts = sum(tiling.cuts for tiling in tilings.values())
+            total += order[name] * (blocks * (rows * lanes * item_bytes + _BLOCK_COST_BYTES) + cuts * _CUT_COST_BYTES)
+        return total
 
-    shapes = itertools.product((128, 256, 512, 1024), (128, 256, 512, 1024, 2048))
+    shapes = itertools.product(range(2 * LANES, 4096 + 1, LANES), (256, 512))
     return min((s for s in shapes if s[0] * s[1] * item_bytes <= _MAX_BLOCK_BYTES), key=cost)
 
 

@@ -6,15 +6,19 @@ The packer, the kernel and the byte counts all walk these lists, so they cannot 
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from megakernel.split import Split
 
 LANES = 128
 """Minor width of a TPU vector register and of every memory tile."""
 
-Part = Literal["all", "nope", "extra", "key", "value"]
+Part = Literal["all", "nope", "extra", "key", "value", "low"]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -23,16 +27,24 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A named range of output columns, taken from one checkpoint tensor and padded to whole lanes."""
+    """A named range of output columns: this core's part of the rows of a checkpoint tensor.
+
+    Attributes:
+      width: columns of one core.
+      tensor: name of the tensor, relative to its layer.
+      part: which rows of the tensor, see `megakernel.pack`.
+      lanes: that the columns take; 0: whole tiles.
+    """
 
     name: str
     width: int
     tensor: str
     part: Part = "all"
+    lanes: int = 0
 
     @property
     def padded(self) -> int:
-        return round_up(self.width, LANES)
+        return self.lanes or round_up(self.width, LANES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +52,17 @@ class Matrix:
     """One streamed product `[rows, groups * k] -> [rows, groups * n]`; narrow matrices share it side by side.
 
     With `groups > 1` the product is block diagonal: group g maps its own k inputs to its own columns.
+
+    Attributes:
+      own_inputs: the inputs are this core's part of a vector and the outputs partial sums over cores; otherwise the
+        inputs are whole and the columns this core's own.
     """
 
     name: str
     k: int
     columns: tuple[Column, ...]
     groups: int = 1
+    own_inputs: bool = False
 
     @cached_property
     def n(self) -> int:
@@ -65,99 +82,132 @@ class Matrix:
         return self.groups * self.k * sum(column.width for column in self.columns)
 
 
-def kda_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
-    hidden, width, dim = config.hidden_size, config.kda_width, config.kda_head_dim
+def kda_matrices(split: Split) -> tuple[Matrix, ...]:
+    config, width = split.config, split.kda_heads * split.config.kda_head_dim
+    hidden, dim = config.hidden_size, config.kda_head_dim
+    narrow = [Column("beta", split.kda_heads, "self_attn.b_proj.weight", lanes=split.narrow_lanes(split.kda_heads))]
+    low_rank = {"decay_low": "self_attn.f_a_proj.weight"}
     inputs = [Column(name, width, f"self_attn.{name}_proj.weight") for name in ("q", "k", "v")]
-    inputs += [
-        Column("beta", config.kda_num_heads, "self_attn.b_proj.weight"),
-        Column("decay_low", dim, "self_attn.f_a_proj.weight"),
-    ]
+    gate_up: tuple[Matrix, ...] = ()
     if config.use_full_rank_gate:
         inputs.append(Column("gate", width, "self_attn.g_proj.weight"))
-        gate_up: tuple[Matrix, ...] = ()
     else:
-        inputs.append(Column("gate_low", dim, "self_attn.g_a_proj.weight"))
+        low_rank["gate_low"] = "self_attn.g_a_proj.weight"
         gate_up = (Matrix("kda_gate", dim, (Column("gate", width, "self_attn.g_b_proj.weight"),)),)
+    piece = split.piece(dim)
+    narrow += [Column(name, piece, tensor, lanes=split.narrow_lanes(piece)) for name, tensor in low_rank.items()]
     return (
+        Matrix("kda_narrow", hidden, tuple(narrow)),
         Matrix("kda_in", hidden, tuple(inputs)),
         Matrix("kda_decay", dim, (Column("decay", width, "self_attn.f_b_proj.weight"),)),
         *gate_up,
-        Matrix("kda_out", width, (Column("out", hidden, "self_attn.o_proj.weight"),)),
+        Matrix("kda_out", width, (Column("out", hidden, "self_attn.o_proj.weight"),), own_inputs=True),
     )
 
 
-def mla_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
-    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-    kv, nope, extra, value = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    latent = "self_attn.kv_a_proj_with_mqa.weight"
-    inputs = [Column("latent", kv, latent, "nope"), Column("extra", extra, latent, "extra")]
-    if config.mla_use_output_gate:
-        inputs.append(Column("gate", heads * value, "self_attn.g_proj.weight"))
+def mla_matrices(split: Split) -> tuple[Matrix, ...]:
+    config, heads, rank = split.config, split.heads, split.config.q_lora_rank
+    hidden, value = config.hidden_size, config.v_head_dim
+    kv, nope, extra = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
     query_tensor = "self_attn.q_proj.weight" if rank is None else "self_attn.q_b_proj.weight"
     query = [Column("nope", heads * nope, query_tensor, "nope")]
     query += [Column(f"extra{head}", extra, query_tensor, "extra") for head in range(heads)]
+    inputs = [Column("gate", heads * value, "self_attn.g_proj.weight")] if config.mla_use_output_gate else []
     if rank is None:
         inputs += query
-    else:
-        inputs.append(Column("query_low", rank, "self_attn.q_a_proj.weight"))
+    kv_b = "self_attn.kv_b_proj.weight"
     return (
-        Matrix("mla_in", hidden, tuple(inputs)),
+        Matrix(
+            "mla_low",
+            hidden,
+            (Column("low", split.piece(split.low_width), "self_attn.kv_a_proj_with_mqa.weight", "low"),),
+        ),
+        *((Matrix("mla_in", hidden, tuple(inputs)),) if inputs else ()),
         *(() if rank is None else (Matrix("mla_query", rank, tuple(query)),)),
-        Matrix("mla_absorb", nope, (Column("key", kv, "self_attn.kv_b_proj.weight", "key"),), groups=heads),
-        Matrix("mla_value", kv, (Column("value", value, "self_attn.kv_b_proj.weight", "value"),), groups=heads),
-        Matrix("mla_out", heads * value, (Column("out", hidden, "self_attn.o_proj.weight"),)),
+        Matrix("mla_absorb", nope, (Column("key", kv, kv_b, "key"),), groups=heads),
+        Matrix("mla_value", kv, (Column("value", value, kv_b, "value"),), groups=heads),
+        Matrix("mla_out", heads * value, (Column("out", hidden, "self_attn.o_proj.weight"),), own_inputs=True),
     )
 
 
-def dense_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
-    return _ffn_matrices("dense", "mlp", config.hidden_size, config.intermediate_size)
+def dense_matrices(split: Split) -> tuple[Matrix, ...]:
+    return _ffn_matrices("dense", "mlp", split.config.hidden_size, split.dense_width)
 
 
-def moe_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
-    hidden, latent, moe = config.hidden_size, config.routed_expert_hidden_size, "block_sparse_moe"
-    route = [Column("router", config.num_experts, f"{moe}.gate.weight")]
+def moe_matrices(split: Split) -> tuple[Matrix, ...]:
+    config, moe = split.config, "block_sparse_moe"
+    hidden, latent = config.hidden_size, config.routed_expert_hidden_size
+    router = split.piece(config.num_experts)
+    lanes = split.narrow_lanes(router)
+    matrices = [Matrix("router", hidden, (Column("router", router, f"{moe}.gate.weight", lanes=lanes),))]
     if config.latent_experts:
-        route.append(Column("latent", latent, f"{moe}.routed_expert_down_proj.weight"))
-    matrices = [Matrix("route", hidden, tuple(route))]
+        down = Column("latent", split.piece(latent), f"{moe}.routed_expert_down_proj.weight")
+        matrices.append(Matrix("latent", hidden, (down,)))
     if config.num_shared_experts:
-        matrices += _ffn_matrices("shared", f"{moe}.shared_experts", hidden, config.shared_intermediate_size)
+        matrices += _ffn_matrices("shared", f"{moe}.shared_experts", hidden, split.shared_width)
     if config.latent_experts:
-        matrices.append(Matrix("routed_up", latent, (Column("out", hidden, f"{moe}.routed_expert_up_proj.weight"),)))
+        up = Column("out", hidden, f"{moe}.routed_expert_up_proj.weight")
+        matrices.append(Matrix("routed_up", split.sum_piece(latent), (up,), own_inputs=True))
     return tuple(matrices)
 
 
-def head_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
+def head_matrices(split: Split) -> tuple[Matrix, ...]:
+    config = split.config
     tensor = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return (Matrix("head", config.hidden_size, (Column("logits", config.vocab_size, tensor),)),)
+    return (Matrix("head", config.hidden_size, (Column("logits", split.vocabulary, tensor),)),)
 
 
 def _ffn_matrices(name: str, prefix: str, hidden: int, width: int) -> tuple[Matrix, ...]:
-    gate_up = (Column("gate", width, f"{prefix}.gate_proj.weight"), Column("up", width, f"{prefix}.up_proj.weight"))
+    gate_up = tuple(Column(part, width, f"{prefix}.{part}_proj.weight", lanes=width) for part in ("gate", "up"))
     return (
         Matrix(f"{name}_in", hidden, gate_up),
-        Matrix(f"{name}_out", width, (Column("out", hidden, f"{prefix}.down_proj.weight"),)),
+        Matrix(f"{name}_out", width, (Column("out", hidden, f"{prefix}.down_proj.weight"),), own_inputs=True),
     )
 
 
-def attention_matrices(config: ModelConfig, layer: int) -> tuple[Matrix, ...]:
-    return kda_matrices(config) if config.layer_kind(layer) == "kda" else mla_matrices(config)
+def attention_matrices(split: Split, layer: int) -> tuple[Matrix, ...]:
+    return kda_matrices(split) if split.config.layer_kind(layer) == "kda" else mla_matrices(split)
 
 
-def ffn_matrices(config: ModelConfig, layer: int) -> tuple[Matrix, ...]:
-    return moe_matrices(config) if config.is_moe(layer) else dense_matrices(config)
+def ffn_matrices(split: Split, layer: int) -> tuple[Matrix, ...]:
+    return moe_matrices(split) if split.config.is_moe(layer) else dense_matrices(split)
 
 
-def all_matrices(config: ModelConfig) -> dict[str, Matrix]:
-    """Every distinct matrix by name; a layer kind that the model lacks adds none."""
-    found: dict[str, Matrix] = {}
-    for layer in range(config.num_hidden_layers):
-        for matrix in (*attention_matrices(config, layer), *ffn_matrices(config, layer)):
-            found.setdefault(matrix.name, matrix)
-    return found | {matrix.name: matrix for matrix in head_matrices(config)}
+def sections(split: Split) -> dict[str, tuple[Matrix, ...]]:
+    """Matrices of each kind of sublayer that the model has, and of the LM head; a section begins with a block."""
+    config, found = split.config, {}
+    if config.kda_layers:
+        found["kda"] = kda_matrices(split)
+    if config.mla_layers:
+        found["mla"] = mla_matrices(split)
+    if config.first_k_dense_replace:
+        found["dense"] = dense_matrices(split)
+    if config.first_k_dense_replace < config.num_hidden_layers:
+        found["moe"] = moe_matrices(split)
+    return found | {"head": head_matrices(split)}
 
 
-# Rows of the vector table that each layer streams beside the tape. A layer is KDA or MLA, so the two share rows.
-_SHARED_ROWS = ("attn_norm", "ffn_norm", "attn_mix", "ffn_mix", "router_bias", "latent_norm")
+def section_order(config: ModelConfig) -> list[str]:
+    """Sections of one step, in the order of the tape: attention and FFN of every layer, then the head."""
+    layers = ((config.layer_kind(i), "moe" if config.is_moe(i) else "dense") for i in range(config.num_hidden_layers))
+    return [*(section for layer in layers for section in layer), "head"]
+
+
+def tape_tensors(split: Split) -> set[str]:
+    """Names, relative to their layer, of the checkpoint's tensors that are on the tape."""
+    matrices = [matrix for section in sections(split).values() for matrix in section]
+    return {column.tensor for matrix in matrices for column in matrix.columns} | {"self_attn.q_a_proj.weight"}
+
+
+def relative(tensor: str) -> str:
+    """A tensor's name without the layer: `model.layers.7.mlp.up_proj.weight` -> `mlp.up_proj.weight`."""
+    return re.sub(r"^model\.layers\.\d+\.", "", tensor)
+
+
+# Small vectors that each layer streams beside the tape, in two tables: whole ones, and those of this core's KDA heads.
+# The last layer's tables are followed by those of the head.
+_WIDE = ("attn_norm", "ffn_norm", "attn_mix", "ffn_mix", "router_bias", "latent_norm", "query_norm", "kv_norm")
+_FINAL = ("final_norm", "final_mix")
 _KDA_STREAMS = ("q", "k", "v")
 
 
@@ -166,25 +216,23 @@ def kda_vectors(config: ModelConfig) -> tuple[str, ...]:
     return (*taps, "decay_rate", "decay_bias", "out_norm")
 
 
-def mla_vectors(config: ModelConfig) -> tuple[str, ...]:
-    return ("query_norm", "kv_norm")
+def vector_places(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Table and row of each small vector."""
+    places = {name: ("wide", row) for names in (_WIDE, _FINAL) for row, name in enumerate(names)}
+    return places | {name: ("heads", row) for row, name in enumerate(kda_vectors(config))}
 
 
-def vector_rows(config: ModelConfig) -> dict[str, int]:
-    """Row of each small vector in a layer's table; the last table holds the final norm and the output mix."""
-    rows = {name: row for row, name in enumerate(_SHARED_ROWS)}
-    for names in (kda_vectors(config), mla_vectors(config)):
-        rows |= {name: len(_SHARED_ROWS) + row for row, name in enumerate(names)}
-    return rows | {"final_norm": 0, "final_mix": 2}
-
-
-def vector_width(config: ModelConfig) -> int:
+def vector_tables(split: Split) -> dict[str, tuple[int, int]]:
+    """Shapes of one layer's tables."""
+    config = split.config
     widest = max(
         config.hidden_size,
-        config.kda_width,
         config.num_experts,
         config.q_lora_rank or 0,
         config.kv_lora_rank,
         config.routed_expert_hidden_size,
     )
-    return round_up(widest, LANES)
+    tables = {"wide": (round_up(len(_WIDE), 8), round_up(widest, LANES))}
+    if config.kda_layers:
+        tables["heads"] = (round_up(len(kda_vectors(config)), 8), round_up(split.kda_width, LANES))
+    return tables

@@ -49,7 +49,7 @@ def floor_seconds(plan: Plan) -> float | None:
 
 def _heading(plan: Plan) -> Iterator[str]:
     config, number = plan.config, {"float32": "f32", "bfloat16": "bf16"}
-    fill = plan.tape_parameters / (plan.tape_blocks * plan.block_k * plan.block_n)
+    fill = plan.tape_parameters / (plan.tape_blocks * plan.block_rows * plan.block_lanes)
     kinds = f"{len(config.kda_layers)} KDA + {len(config.mla_layers)} MLA"
     yield f"{config.name} on {plan.target.name}, one core"
     yield (
@@ -64,7 +64,7 @@ def _heading(plan: Plan) -> Iterator[str]:
         drafts = plural(plan.tokens - 1, "token")
         yield f"  drafter  {plan.drafter.name}: {drafts} drafted and verified a round, {plural(plan.live_rows, 'row')}"
     yield (
-        f"  tape     {plural(plan.tape_blocks, 'block')} of {plan.block_k} x {plan.block_n} {number[plan.weights]} "
+        f"  tape     {plural(plan.tape_blocks, 'block')} of {plan.block_rows} x {plan.block_lanes} {number[plan.weights]} "
         f"({size(plan.block_bytes)}), {size(plan.tape_bytes)}; {fill:.1%} filled with weights"
     )
     if plan.tape_is_resident:

@@ -162,7 +162,7 @@ def _check_fits(plan: Plan, request: SlotRequest | None) -> None:
 
 
 def _packed_weights(model: LoadedModel, plan: Plan, drafts: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    key = ("packed", plan.block_k, plan.block_n, plan.storage, plan.drafter)
+    key = ("packed", plan.split, plan.block_rows, plan.block_lanes, plan.storage, plan.drafter)
     packed_from, arrays = model.derived.get(key, (None, {}))
     if packed_from is not drafts:  # the same kind of drafter with other weights
         arrays = {name: jnp.asarray(array) for name, array in pack(plan, model.weights, drafts).items()}

@@ -34,8 +34,8 @@ def tile_start(value: Scalar) -> Scalar:
 class Tape:
     """The trunk's weights, in the order of use, through a ring of VMEM slots.
 
-    Block `i` of the endless tape (the tape repeats each step) lives in slot `i % depth`; taking block `i` waits for
-    its copy, giving it back starts the copy of block `i + depth`. A resident tape is copied once, before the first
+    Block `i` of the endless tape (the tape repeats each step) lives in slot `i % depth`; its first use waits for its
+    copy, giving it back starts the copy of block `i + depth`. A resident tape is copied once, before the first
     step, and never again.
     """
 
@@ -51,11 +51,13 @@ class Tape:
         for block in range(self.plan.ring_depth):
             self._copy(jnp.int32(block)).start()
 
-    def take(self, index: Scalar) -> Ref:
-        """Waits for block `index` (counted since the launch began) and returns its slot."""
-        if self.plan.tape_is_resident:
-            return self.ring.at[lax.rem(index, self.plan.tape_blocks)]
-        self._copy(index).wait()
+    def wait(self, index: Scalar) -> None:
+        """Waits for block `index`, counted since the launch began."""
+        if not self.plan.tape_is_resident:
+            self._copy(index).wait()
+
+    def slot(self, index: Scalar) -> Ref:
+        """Where block `index` is, once it has been waited for.  # [block_rows, block_lanes]"""
         return self.ring.at[lax.rem(index, self.plan.ring_depth)]
 
     def give_back(self, index: Scalar) -> None:
@@ -79,31 +81,41 @@ class Tape:
 
 
 class Vectors:
-    """One table of small float32 vectors a layer, fetched one layer ahead; two windows take turns."""
+    """Tables of small float32 vectors of each layer, fetched one layer ahead; two windows of each take turns.
 
-    def __init__(self, plan: Plan, hbm: Ref, window: Ref, done: Ref):
-        self.plan, self.hbm, self.window, self.done = plan, hbm, window, done
+    Args:
+      hbm, windows, done: by name of the table, see `Plan.vector_tables`.
+    """
+
+    def __init__(self, plan: Plan, hbm: dict[str, Ref], windows: dict[str, Ref], done: dict[str, Ref]):
+        self.plan, self.hbm, self.windows, self.done = plan, hbm, windows, done
         self.tables = plan.config.num_hidden_layers + 1
 
     def prime(self) -> None:
-        self._copy(jnp.int32(0)).start()
+        for copy in self._copies(jnp.int32(0)):
+            copy.start()
 
     def advance(self, index: Scalar) -> None:
-        """Waits for table `index` (counted since the launch began) and starts the one after it."""
-        self._copy(index).wait()
-        self._copy(index + 1).start()
+        """Waits for tables `index` (counted since the launch began) and starts those after them."""
+        self.drain(index)
+        for copy in self._copies(index + 1):
+            copy.start()
 
     def drain(self, index: Scalar) -> None:
-        self._copy(index).wait()
+        for copy in self._copies(index):
+            copy.wait()
 
-    def row(self, index: Scalar, name: str, width: int) -> jax.Array:
-        """The vector `name` of table `index`.  # [1, width] f32"""
-        row = self.plan.vector_rows[name]
-        return self.window[lax.rem(index, 2), row : row + 1, :width]
+    def row(self, index: Scalar, name: str, lanes: Any) -> jax.Array:
+        """Lanes of the vector `name` of layer table `index`.  # [1, lanes] f32"""
+        table, row = self.plan.vector_places[name]
+        return self.windows[table][lax.rem(index, 2), row : row + 1, lanes]
 
-    def _copy(self, index: Scalar) -> Any:
-        slot = lax.rem(index, 2)
-        return pltpu.make_async_copy(self.hbm.at[lax.rem(index, self.tables)], self.window.at[slot], self.done.at[slot])
+    def _copies(self, index: Scalar) -> list[Any]:
+        slot, table = lax.rem(index, 2), lax.rem(index, self.tables)
+        return [
+            pltpu.make_async_copy(self.hbm[name].at[table], self.windows[name].at[slot], self.done[name].at[slot])
+            for name in self.hbm
+        ]
 
 
 class Window:
@@ -212,7 +224,7 @@ class Experts:
 
     def _copies(self, order: Scalar, moe_layer: Scalar, expert: Scalar) -> list[Any]:
         slot = lax.rem(order, self.plan.expert_slots)
-        entry = moe_layer * self.plan.config.num_experts + expert
+        entry = moe_layer * self.plan.split.experts + expert
         return [
             pltpu.make_async_copy(bank.at[entry], window.at[slot], done.at[slot])
             for bank, window, done in zip(self.banks, self.slots, self.done, strict=True)

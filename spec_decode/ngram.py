@@ -67,13 +67,12 @@ class NGramDrafter:
     def begin(self, step: Step) -> None:
         step.refs.ngram_history[...] = step.refs.ngram_known[...]
 
-    def propose(self, step: Step, index: Any) -> Any:
+    def propose(self, step: Step, section: Any) -> None:
         def one(sequence: jax.Array, _: None) -> None:
             _append(step, sequence)
             _look_up(step, sequence, self.shortest)
 
         lax.fori_loop(0, step.plan.sequences, one, None)
-        return index
 
 
 def _history(plan: Plan) -> Buffer:

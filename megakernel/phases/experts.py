@@ -54,10 +54,10 @@ def _start_ahead(plan: Plan, order: Scalar, count: Scalar, moe_layer: Scalar, ex
 def expert_output(plan: Plan, x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     """`W2 act(W1 x, W3 x)` of one expert.  # x [rows, latent] -> [rows, latent lanes] f32"""
     config = plan.config
-    width = round_up(config.moe_intermediate_size, LANES)
+    width = round_up(plan.split.expert_width, LANES)
     both = rounded(plan, dot(plan, x, _weights(plan, gate_up, config.routed_expert_hidden_size)))
-    hidden = activation(plan, both[:, :width], both[:, width:])[:, : config.moe_intermediate_size]
-    return rounded(plan, dot(plan, hidden.astype(x.dtype), _weights(plan, down, config.moe_intermediate_size)))
+    hidden = activation(plan, both[:, :width], both[:, width:])[:, : plan.split.expert_width]
+    return rounded(plan, dot(plan, hidden.astype(x.dtype), _weights(plan, down, plan.split.expert_width)))
 
 
 def _weights(plan: Plan, packed: jax.Array, k: int) -> jax.Array:

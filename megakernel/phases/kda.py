@@ -82,9 +82,9 @@ def store_rows(
       decay: [rows, width] f32 (log); beta: [rows, >= heads] f32 before the sigmoid.
       rows: [planes, tokens, sequences, width] f32, see the plane names.
     """
-    dim, width = plan.config.kda_head_dim, plan.config.kda_width
+    dim, width = plan.config.kda_head_dim, plan.split.kda_width
     decay, beta = jnp.exp(decay), jax.nn.sigmoid(beta)
-    heads = [slice(h * dim, (h + 1) * dim) for h in range(plan.config.kda_num_heads)]
+    heads = [slice(h * dim, (h + 1) * dim) for h in range(plan.split.kda_heads)]
     planes = {
         V: convolved[:, 2 * width :],
         DECAY: decay,
@@ -148,14 +148,14 @@ def run_tokens(
         if keep:
             state[pl.ds(first, group)] = trial[...].reshape(group, *state.shape[1:])
 
-    lax.fori_loop(0, plan.config.kda_num_heads // group, head_group, None)
+    lax.fori_loop(0, plan.split.kda_heads // group, head_group, None)
 
 
 def gated_norm(plan: Plan, read: jax.Array, gate: jax.Array, weight: jax.Array) -> jax.Array:
     """RMS norm of each head's output times sigmoid(gate).  # all [rows, width] f32; `weight` repeats per head"""
     dim = plan.config.kda_head_dim
     heads = []
-    for head in range(plan.config.kda_num_heads):
+    for head in range(plan.split.kda_heads):
         at = slice(head * dim, (head + 1) * dim)
         normed = rms_norm(rounded(plan, read[:, at]), weight[:, at], plan.config.rms_norm_eps)
         heads.append(normed * jax.nn.sigmoid(gate[:, at]))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from megakernel.plan import Plan
-from megakernel.program import Matrix
-from megakernel.stream import Ref, Scalar, Tape, quotient
+from megakernel.program import LANES, Matrix
+from megakernel.stream import Ref, Scalar, Tape
+from megakernel.tiling import Cut, Panel, Tiling, find_repeat
 
-_UNROLLED_BLOCKS = 8
-"""Products of at most this many blocks are written out; longer ones loop, so that compile time stays flat."""
+_UNROLLED_CUTS = 16
+"""Products of at most this many cuts are written out; longer ones loop where they repeat."""
 
 
 def rounded(plan: Plan, x: jax.Array) -> jax.Array:
@@ -55,50 +58,97 @@ def _split_dot(x: jax.Array, w: jax.Array) -> jax.Array:
     return high + (middle + low)
 
 
-def linear(plan: Plan, tape: Tape, index: Scalar, x: jax.Array, matrix: Matrix, operand: Ref, out: Ref) -> Scalar:
-    """Multiplies `x` by the matrix whose first block is `index`; returns the index after its last block.
+def linear(plan: Plan, tape: Tape, section: Scalar, x: jax.Array, matrix: Matrix, operand: Ref, out: Ref) -> None:
+    """Multiplies `x` by a matrix of the section of the tape that begins with block `section`.
 
     Args:
       x: [rows, groups * k] f32; stored in `operand` in the activation format, k padded with zeros.
       out: [rows, groups * group_width] f32, receives the sums as they are in its first `plan.product_rows` rows;
         whoever reads them rounds.
     """
-    tiling = plan.tiling(matrix)
+    tiling = plan.tilings[matrix.name]
     _store_operand(plan, x, matrix, operand)
+    repeat = find_repeat(tiling) if tiling.cuts > _UNROLLED_CUTS else None
 
-    def inputs(group: Scalar | int, start: Scalar | int, size: int) -> jax.Array:
-        return operand[: plan.product_rows, lanes(group * tiling.k_padded + start, size)]
+    def run(panels: Sequence[Panel], moved: Moved) -> None:
+        for panel in panels:
+            _run_panel(plan, tape, section, tiling, panel, moved, operand, out)
 
-    def store(tile: Scalar | int, product: jax.Array) -> None:
-        out[: plan.product_rows, lanes(tile * plan.block_n, plan.block_n)] = product
+    if repeat is None:
+        run(tiling.panels, Moved())
+        return
+    end = repeat.start + repeat.period * repeat.turns
+    run(tiling.panels[: repeat.start], Moved())
 
-    def long_tile(tile: Scalar | int) -> None:
-        def add_block(step: Scalar | int, total: jax.Array) -> jax.Array:
-            at = index + tile * tiling.k_tiles + step
-            x_part = inputs(quotient(tile, tiling.tiles_per_group), step * plan.block_k, plan.block_k)
-            total = total + dot(plan, x_part, tape.take(at)[...])  # [product rows, block_n]
-            tape.give_back(at)
-            return total
+    def turn(number: Scalar, _: None) -> None:
+        moved = Moved(number * repeat.blocks, number * repeat.group, number * repeat.lane)
+        run(tiling.panels[repeat.start : repeat.start + repeat.period], moved)
 
-        zero = jnp.zeros((plan.product_rows, plan.block_n), jnp.float32)
-        store(tile, _fold_over(tiling.k_tiles, add_block, zero))
+    lax.fori_loop(0, repeat.turns, turn, None)
+    run(tiling.panels[end:], Moved())
 
-    def folded_block(block: Scalar | int) -> None:
-        weights = tape.take(index + block)[...]  # [fold * k_padded, block_n]
-        for part in range(tiling.fold):
-            tile = block * tiling.fold + part
-            if isinstance(tile, int) and tile >= tiling.tiles:
-                break
-            group = _clamp(quotient(tile, tiling.tiles_per_group), matrix.groups - 1)
-            rows = slice(part * tiling.k_padded, (part + 1) * tiling.k_padded)
-            store(tile, dot(plan, inputs(group, 0, tiling.k_padded), weights[rows]))
-        tape.give_back(index + block)
 
-    if tiling.fold == 1:
-        _repeat(tiling.tiles, long_tile, unrolled=tiling.blocks <= _UNROLLED_BLOCKS)
-    else:
-        _repeat(tiling.blocks, folded_block, unrolled=tiling.blocks <= _UNROLLED_BLOCKS)
-    return index + tiling.blocks
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """How far a turn of a repeated product stands from its first turn."""
+
+    blocks: Scalar | int = 0
+    group: Scalar | int = 0
+    lane: Scalar | int = 0
+
+
+def _run_panel(
+    plan: Plan, tape: Tape, section: Scalar, tiling: Tiling, panel: Panel, moved: Moved, operand: Ref, out: Ref
+) -> None:
+    group = panel.group + moved.group
+    total: jax.Array | None = None
+    for cut in panel.cuts:
+        block = section + (cut.block + moved.blocks)
+        if cut.first:
+            tape.wait(block)
+        weights = tape.slot(block)[cut.row : cut.row + cut.rows]  # [cut rows, block lanes]
+        product = dot(plan, _inputs(plan, tiling, panel, cut, group, operand), weights)
+        total = product if total is None else total + product
+        if cut.last:
+            tape.give_back(block)
+    assert total is not None
+    lane = group * tiling.group_lanes + (panel.lane + moved.lane)
+    total = _unfolded(plan, total, panel.fold)
+    out[: plan.product_rows, lanes(lane, total.shape[1])] = total
+
+
+def _inputs(plan: Plan, tiling: Tiling, panel: Panel, cut: Cut, group: Scalar | int, operand: Ref) -> jax.Array:
+    """The operand's part that meets a cut; the parts of a folded panel below each other.  # [parts * rows, cut rows]"""
+    rows, size = plan.product_rows, sum(cut.rows for cut in panel.cuts)
+    parts = []
+    for k in range(cut.k, tiling.k_padded, size):
+        have = min(cut.rows, tiling.k_padded - k)
+        part = operand[:rows, lanes(group * tiling.k_padded + k, have)]
+        parts.append(jnp.pad(part, ((0, 0), (0, cut.rows - have))))
+    return jnp.concatenate(parts, axis=0) if panel.fold > 1 else parts[0]
+
+
+def _unfolded(plan: Plan, product: jax.Array, fold: int) -> jax.Array:
+    """Adds up the parts of a folded panel: part i met the i-th share of the lanes.
+
+    [parts * product rows, block lanes] f32 -> [product rows, lanes / fold, at least a whole tile] f32
+    """
+    if fold == 1:
+        return product
+    rows, width = plan.product_rows, product.shape[1] // fold
+    lane = lax.broadcasted_iota(jnp.int32, (rows, product.shape[1]), 1)
+    total = jnp.zeros((rows, product.shape[1]), jnp.float32)
+    for part in range(len(product) // rows):
+        own = (lane >= part * width) & (lane < (part + 1) * width)
+        total = jnp.where(own, product[part * rows : (part + 1) * rows], total)
+    while total.shape[1] > max(width, LANES):
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    shift = total.shape[1] // 2
+    while shift >= width:
+        total = total + pltpu.roll(total, shift, 1)
+        shift //= 2
+    return total
 
 
 def whole_tiles(rows: list[jax.Array], multiple: int) -> jax.Array:
@@ -114,7 +164,7 @@ def lanes(start: Scalar | int, size: int) -> Any:
 
 
 def _store_operand(plan: Plan, x: jax.Array, matrix: Matrix, operand: Ref) -> None:
-    k_padded = plan.tiling(matrix).k_padded
+    k_padded = plan.tilings[matrix.name].k_padded
     if k_padded == matrix.k:
         operand[:, : x.shape[1]] = x.astype(operand.dtype)
         return
@@ -124,23 +174,3 @@ def _store_operand(plan: Plan, x: jax.Array, matrix: Matrix, operand: Ref) -> No
             operand.dtype
         )
         operand[:, group * k_padded + matrix.k : (group + 1) * k_padded] = padding
-
-
-def _repeat(count: int, body: Callable[[Any], None], unrolled: bool) -> None:
-    if unrolled:
-        for i in range(count):
-            body(i)
-    else:
-        lax.fori_loop(0, count, lambda i, _: body(i), None)
-
-
-def _fold_over(count: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
-    if count <= _UNROLLED_BLOCKS:
-        for i in range(count):
-            start = body(i, start)
-        return start
-    return lax.fori_loop(0, count, body, start)
-
-
-def _clamp(group: Scalar | int, last: int) -> Scalar | int:
-    return min(group, last) if isinstance(group, int) else jnp.minimum(group, last)

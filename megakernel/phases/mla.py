@@ -42,7 +42,7 @@ def store_queries(plan: Plan, absorbed: Ref, query: Ref, queries: Ref) -> None:
     stride, split = plan.group_width(plan.matrices["mla_absorb"]), round_up(config.kv_lora_rank, LANES)
     rows = plan.product_rows
     queries[...] = jnp.zeros(queries.shape, queries.dtype)
-    for head in range(config.num_attention_heads):
+    for head in range(plan.split.heads):
         extra = matrix.offset(f"extra{head}")
         latent = slice(head * stride, head * stride + config.kv_lora_rank)
         queries[:rows, head, : config.kv_lora_rank] = absorbed[:rows, latent]
@@ -87,7 +87,7 @@ def attend(
       queries: [rows, heads, latent_lanes] f32; fresh: [rows, latent_lanes] f32.
       contexts: [rows, heads, kv_lora] f32, receives the attention-weighted latents.
     """
-    heads, tokens, sequences = plan.config.num_attention_heads, plan.tokens, plan.sequences
+    heads, tokens, sequences = plan.split.heads, plan.tokens, plan.sequences
     scale = plan.config.qk_head_dim**-0.5
 
     def sequence_attention(sequence: Scalar, _: None) -> None:
@@ -128,7 +128,7 @@ def attend(
 
 def _row_token(plan: Plan, rows: int) -> jax.Array:
     """Which token of its sequence each row of a stacked query is.  # [rows, 1] i32"""
-    return lax.div(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), jnp.int32(plan.config.num_attention_heads))
+    return lax.div(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), jnp.int32(plan.split.heads))
 
 
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
@@ -164,6 +164,6 @@ def attention_output(plan: Plan, values: Ref, gate: jax.Array | None) -> jax.Arr
     config = plan.config
     stride = plan.group_width(plan.matrices["mla_value"])
     rows, dim = plan.product_rows, config.v_head_dim
-    heads = [values[:rows, h * stride : h * stride + dim] for h in range(config.num_attention_heads)]
+    heads = [values[:rows, h * stride : h * stride + dim] for h in range(plan.split.heads)]
     out = rounded(plan, whole_tiles([jnp.concatenate(heads, axis=-1)], plan.rows))
     return out if gate is None else rounded(plan, out * rounded(plan, jax.nn.sigmoid(gate)))

@@ -19,16 +19,15 @@ from spec_decode.dspark.config import DSparkConfig
 from spec_decode.dspark.context import norm, normed_heads, store_keys_values, value_lane
 
 
-def run_block(config: DSparkConfig, step: Step, index: Scalar) -> Scalar:
+def run_block(config: DSparkConfig, step: Step, section: Scalar) -> None:
     """Leaves the base logits of every slot in `out_draft_head`; row k * sequences + s is slot k of sequence s."""
     refs = step.refs
     _embed_block(config, step)
     positions = step.row_column(lambda slot, sequence: step.current(POSITION, sequence) + slot)
     for layer in range(config.num_layers):
-        index = _attention(config, step, index, layer, positions)
-        index = _ffn(config, step, index, layer)
-    _, index = step.linear(index, norm(config, step, refs.draft_stream[...], "norm"), "draft_head")
-    return index
+        _attention(config, step, section, layer, positions)
+        _ffn(config, step, section, layer)
+    step.linear(section, norm(config, step, refs.draft_stream[...], "norm"), "draft_head")
 
 
 def _embed_block(config: DSparkConfig, step: Step) -> None:
@@ -46,10 +45,10 @@ def _embed_block(config: DSparkConfig, step: Step) -> None:
         refs.draft_stream[sequence : sequence + 1] = anchor
 
 
-def _attention(config: DSparkConfig, step: Step, index: Scalar, layer: int, positions: jax.Array) -> Scalar:
+def _attention(config: DSparkConfig, step: Step, section: Scalar, layer: int, positions: jax.Array) -> None:
     plan, refs, name = step.plan, step.refs, f"draft{layer}"
     x = norm(config, step, refs.draft_stream[...], f"input_norm{layer}")
-    out, index = step.linear(index, x, f"{name}_in")
+    out = step.linear(section, x, f"{name}_in")
     keys = normed_heads(config, step, step.take(out, f"{name}_in", "k"), f"k_norm{layer}", positions)
     store_keys_values(config, keys, step.take(out, f"{name}_in", "v"), refs.draft_block)
     queries = normed_heads(config, step, step.take(out, f"{name}_in", "q"), f"q_norm{layer}", positions)
@@ -57,19 +56,17 @@ def _attention(config: DSparkConfig, step: Step, index: Scalar, layer: int, posi
         refs.draft_queries[:, head] = query
     lax.fori_loop(0, plan.sequences, lambda sequence, _: _attend(config, step, layer, sequence), None)
     read = jnp.concatenate([refs.draft_read[:, head] for head in range(config.num_heads)], axis=-1)
-    out, index = step.linear(index, rounded(plan, read), f"{name}_out")
+    out = step.linear(section, rounded(plan, read), f"{name}_out")
     refs.draft_stream[...] = rounded(plan, refs.draft_stream[...] + step.take(out, f"{name}_out", "out"))
-    return index
 
 
-def _ffn(config: DSparkConfig, step: Step, index: Scalar, layer: int) -> Scalar:
+def _ffn(config: DSparkConfig, step: Step, section: Scalar, layer: int) -> None:
     plan, refs, name = step.plan, step.refs, f"draft{layer}"
     x = norm(config, step, refs.draft_stream[...], f"ffn_norm{layer}")
-    out, index = step.linear(index, x, f"{name}_gate_up")
+    out = step.linear(section, x, f"{name}_gate_up")
     gate, up = step.take(out, f"{name}_gate_up", "gate"), step.take(out, f"{name}_gate_up", "up")
-    out, index = step.linear(index, rounded(plan, gate * jax.nn.sigmoid(gate) * up), f"{name}_down")
+    out = step.linear(section, rounded(plan, gate * jax.nn.sigmoid(gate) * up), f"{name}_down")
     refs.draft_stream[...] = rounded(plan, refs.draft_stream[...] + step.take(out, f"{name}_down", "out"))
-    return index
 
 
 def _attend(config: DSparkConfig, step: Step, layer: int, sequence: Scalar) -> None:

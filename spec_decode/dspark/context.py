@@ -93,13 +93,13 @@ def store_keys_values(config: DSparkConfig, keys: list[jax.Array], values: jax.A
     out[:, value_lane(config) : value_lane(config) + values.shape[1]] = values
 
 
-def store_context(config: DSparkConfig, step: Step, index: Scalar) -> Scalar:
+def store_context(config: DSparkConfig, step: Step, section: Scalar) -> None:
     """Keys and values of the round's rows into the cache; rows that were not accepted are left out."""
     plan, refs = step.plan, step.refs
     taps = jnp.concatenate([refs.taps[i] for i in range(len(config.tap_layers))], axis=-1)
-    out, index = step.linear(index, taps, "draft_fc")
+    out = step.linear(section, taps, "draft_fc")
     features = norm(config, step, step.take(out, "draft_fc", "features"), "hidden_norm")
-    out, index = step.linear(index, features, "draft_context")
+    out = step.linear(section, features, "draft_context")
 
     # `current` already stands behind the accepted rows.
     counts = step.all_current(COMMIT)
@@ -114,7 +114,6 @@ def store_context(config: DSparkConfig, step: Step, index: Scalar) -> Scalar:
         mla.merge_into_groups(plan, refs.draft_fresh, firsts, counts, refs.draft_group)
         groups.start_write(jnp.int32(layer), firsts)
         groups.drain()
-    return index
 
 
 def _groups(step: Step) -> LatentGroups:

@@ -158,13 +158,12 @@ class DSparkDrafter:
         refs.draft_read[...] = jnp.zeros(refs.draft_read.shape, jnp.float32)
         refs.draft_block[...] = jnp.zeros(refs.draft_block.shape, jnp.float32)
 
-    def propose(self, step: Step, index: Any) -> Any:
-        index = context.store_context(self.config, step, index)
-        index = block.run_block(self.config, step, index)
+    def propose(self, step: Step, section: Any) -> None:
+        context.store_context(self.config, step, section)
+        block.run_block(self.config, step, section)
         markov.draft_left_to_right(self.config, step)
         for sequence in range(step.plan.sequences):
             step.refs.current[DRAFTS, sequence] = jnp.int32(step.plan.tokens - 1)
-        return index
 
     def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
         own = self.config
