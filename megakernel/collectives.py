@@ -1,0 +1,263 @@
+"""Exchanges between cores inside the kernel: every core sends every other core one piece, by remote DMA.
+
+One exchange is an all-to-all. Core `me` sends core p a piece `[rows, lanes]`, which lands in `inbox[half, me]` of core
+p; its own piece it stores there itself. A gather sends everyone the same piece; a scatter sends core p the columns that
+core p owns, and p adds up what arrives in the order of the senders, so that bits never depend on who came first.
+
+The two halves of the inbox take turns and nothing is acknowledged:
+
+  Core p writes into half h of core q's inbox in exchange k and next in exchange k + 2. It starts k + 2 after it has
+  finished k + 1, so after it has received q's piece of k + 1. That piece q sent after it had finished k and, as the
+  caller promises, read what k brought. So q has read half h before anything of k + 2 can arrive. And a core is never
+  more than one exchange ahead, so what a half's semaphore counts is of one exchange.
+
+The proof needs a piece from everyone to everyone in each exchange. A core that owns nothing of a scatter therefore
+receives pieces of zeros like the owners; without them it could run ahead into a half that others still read. (The plain
+interpreter asks for the same: all cores take part in each copy.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from megakernel.program import LANES, round_up
+from megakernel.stream import Ref, Scalar
+
+_UNROLLED_PEERS = 8
+
+
+def exchange_scratch(cores: int, rows: int, lanes: int, wire: Any) -> list[Any]:
+    """Scratch of one `Exchange`, in the order of its constructor: outbox, inbox, sent, received, half."""
+    return [
+        pltpu.VMEM((cores, rows, lanes), wire),
+        pltpu.VMEM((2, cores, rows, lanes), wire),
+        pltpu.SemaphoreType.DMA((1,)),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SMEM((1,), jnp.int32),
+    ]
+
+
+class Exchange:
+    """Exchanges over one mesh axis, one at a time: start, independent work, finish, read.
+
+    Every core must take part in every exchange. With one core nothing is sent, but values still pass through the wire's
+    format, so the numbers follow the same rules for every number of cores.
+
+    Args:
+      axis: name of the mesh axis; cores: its size.
+      outbox: [cores, rows, lanes] in the wire's dtype.
+      inbox: [2, cores, rows, lanes] in the wire's dtype. If `lanes` is a multiple of 128, pieces travel as whole tiles.
+      sent, received: DMA semaphores, [1] and one per half of the inbox.
+      half: [1] i32 in SMEM, the half of the latest exchange.
+    """
+
+    def __init__(self, axis: str, cores: int, outbox: Ref, inbox: Ref, sent: Ref, received: Ref, half: Ref):
+        self.axis, self.cores = axis, cores
+        self.outbox, self.inbox = outbox, inbox
+        self.sent, self.received, self.half = sent, received, half
+        self.rows, self.lanes = outbox.shape[1:]
+        self.tile = 1 if self.lanes % LANES else LANES
+        self.me = lax.axis_index(axis) if cores > 1 else jnp.int32(0)
+        self._places: list[tuple[int, int]] = []
+        """(first lane, width) of each value of the exchange in flight."""
+
+    def begin(self, barrier: bool) -> None:
+        """Once a launch, before the first exchange.
+
+        Args:
+          barrier: wait until every core has entered the kernel, whose compiler parameters then need a `collective_id`.
+            Only the plain interpreter, which runs all cores in lockstep, may go without.
+        """
+        self.half[0] = 0
+        if barrier and self.cores > 1:
+            semaphore = pltpu.get_barrier_semaphore()
+            self._for_each_peer(lambda peer: pl.semaphore_signal(semaphore, 1, **self._device(peer)))
+            pl.semaphore_wait(semaphore, self.cores - 1)
+
+    def start_gather(self, *values: jax.Array) -> None:
+        """Everyone gets everyone's values; several small ones ride together, each from a tile of its own on.
+
+        Args:
+          values: each [rows, width].
+        """
+        half = self._open([value.shape[-1] for value in values])
+        for value, (first, width) in zip(values, self._places, strict=True):
+            self.inbox[half, self.me, :, first : first + width] = value.astype(self.inbox.dtype)
+        mine = self._piece(self.inbox.at[half, self.me])
+        self._send(half, lambda peer: mine)
+
+    def start_scatter(self, partial: jax.Array | Ref, width: int) -> None:
+        """Core p gets lanes [p * width, (p + 1) * width) of everyone's partial; what lies beyond the array is zero.
+
+        Args:
+          partial: [rows, columns] with columns <= cores * width.
+        """
+        columns = partial.shape[-1]
+        assert columns <= self.cores * width, f"{columns} columns are more than {self.cores} cores own"
+
+        def columns_of(peer: int) -> jax.Array:
+            return partial[:, min(peer * width, columns) : min((peer + 1) * width, columns)]
+
+        self.start_each(columns_of, width)
+
+    def start_each(self, piece_of: Callable[[int], jax.Array], width: int) -> None:
+        """Core p gets `piece_of(p)`.
+
+        Args:
+          piece_of: core -> [rows, at most width]; short of `width`, zeros follow.
+        """
+        half = self._open([width])
+        for peer in range(self.cores):
+            piece = piece_of(peer)
+            filled = piece.shape[-1]
+            if filled:
+                self.outbox[peer, :, :filled] = piece.astype(self.outbox.dtype)
+            if filled < width:
+                self.outbox[peer, :, filled:width] = jnp.zeros((self.rows, width - filled), self.outbox.dtype)
+        self.inbox[half, self.me, :, :width] = self.outbox[self.me, :, :width]
+        self._send(half, lambda peer: self._piece(self.outbox.at[peer]))
+
+    def finish(self) -> tuple[Ref, ...]:
+        """Waits for all pieces, and until the own ones have left.
+
+        Returns:
+          for each value of the exchange a Ref [cores, rows, width], to be read before the next start.
+        """
+        assert self._places, "finish without a start"
+        half = self.half[0]
+        if self.cores > 1:
+            self._wait_received(half)
+            self._wait_sent(half)
+        places, self._places = self._places, []
+        return tuple(self.inbox.at[half, :, :, pl.ds(first, width)] for first, width in places)
+
+    def finish_sum(self) -> jax.Array:
+        """Waits as `finish` does; the sum over the senders, in their order.  # [rows, width] f32"""
+        (pieces,) = self.finish()
+        total = pieces[0].astype(jnp.float32)
+        for sender in range(1, self.cores):
+            total = total + pieces[sender].astype(jnp.float32)
+        return total
+
+    def _open(self, widths: list[int]) -> Scalar:
+        """Gives each value its place and turns to the other half."""
+        assert not self._places, "start while an exchange is in flight"
+        first = 0
+        for width in widths:
+            self._places.append((first, width))
+            first += round_up(width, self.tile)
+        assert 0 < first <= self.lanes, f"pieces of {first} lanes in a buffer of {self.lanes}"
+        half = 1 - self.half[0]
+        self.half[0] = half
+        return half
+
+    @property
+    def _travelling(self) -> int:
+        """Lanes of a piece of the exchange in flight."""
+        first, width = self._places[-1]
+        return first + round_up(width, self.tile)
+
+    def _piece(self, ref: Ref) -> Ref:
+        return ref.at[:, pl.ds(0, self._travelling)]
+
+    def _send(self, half: Scalar, piece_for: Callable[[Scalar], Ref]) -> None:
+        landing = self._piece(self.inbox.at[half, self.me])
+
+        def send(peer: Scalar) -> None:
+            pltpu.make_async_remote_copy(
+                piece_for(peer), landing, self.sent.at[0], self.received.at[half], **self._device(peer)
+            ).start()
+
+        self._for_each_peer(send)
+
+    def _wait_received(self, half: Scalar) -> None:
+        self._all_but_one(half, self.received.at[half]).wait()
+
+    def _wait_sent(self, half: Scalar) -> None:
+        self._all_but_one(half, self.sent.at[0]).wait()
+
+    def _all_but_one(self, half: Scalar, done: Ref) -> Any:
+        """A copy of as many bytes as come from, or go to, all other cores; only ever waited for."""
+        pieces = self.inbox.at[half, pl.ds(0, self.cores - 1), :, pl.ds(0, self._travelling)]
+        return pltpu.make_async_copy(pieces, pieces, done)
+
+    def _for_each_peer(self, visit: Callable[[Scalar], None]) -> None:
+        """Farthest first; in each turn every core is visited by exactly one other."""
+
+        def turn(number: Scalar, _: None) -> None:
+            visit(self._peer(self.cores - 1 - number))
+
+        lax.fori_loop(0, self.cores - 1, turn, None, unroll=self.cores <= _UNROLLED_PEERS)
+
+    def _peer(self, distance: Scalar) -> Scalar:
+        """With a power of two cores, pairs that visit each other: distance 1 is the sibling core of a chip."""
+        if self.cores & (self.cores - 1) == 0:
+            return self.me ^ distance
+        return lax.rem(self.me + distance, jnp.int32(self.cores))
+
+    def _device(self, peer: Scalar) -> dict[str, Any]:
+        return {"device_id": peer, "device_id_type": pl.DeviceIdType.LOGICAL}
+
+
+def side_by_side(pieces: Ref, width: int, total: int) -> jax.Array:
+    """Undoes the split of `total` columns into `width` per core: core c owns [c * width, min((c + 1) * width, total)).
+
+    Args:
+      pieces: [cores, rows, lanes] whose first `width` lanes count. On a TPU `width` is a multiple of 128, or divides it.
+    Returns:
+      [rows, total rounded up to 128] f32, zero beyond `total`.
+    """
+    owners = -(-total // width)
+    padded = round_up(total, LANES)
+    if LANES % width or pieces.shape[-1] < LANES:
+        parts = [pieces[core, :, :width].astype(jnp.float32) for core in range(owners)]
+        laid = jnp.concatenate(parts, axis=1)
+        if laid.shape[1] < padded:
+            laid = jnp.pad(laid, ((0, 0), (0, padded - laid.shape[1])))
+        laid = laid[:, :padded]
+    else:
+        tiles = [_one_tile(pieces, width, first, owners) for first in range(0, owners, LANES // width)]
+        laid = tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=1)
+    column = lax.broadcasted_iota(jnp.int32, laid.shape, 1)
+    return laid if total == padded else jnp.where(column < total, laid, 0.0)
+
+
+def _one_tile(pieces: Ref, width: int, first: int, owners: int) -> jax.Array:
+    """Pieces `first` and following in 128 lanes.  # [rows, 128] f32"""
+    lane = lax.broadcasted_iota(jnp.int32, (pieces.shape[1], LANES), 1)
+    tile = jnp.zeros((pieces.shape[1], LANES), jnp.float32)
+    for core in range(first, min(first + LANES // width, owners)):
+        at = (core - first) * width
+        piece = pieces[core, :, :LANES].astype(jnp.float32)
+        moved = pltpu.roll(piece, at, 1) if at else piece
+        tile = jnp.where((lane >= at) & (lane < at + width), moved, tile)
+    return tile
+
+
+def split3(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Three float32 values of bfloat16 precision whose sum is `x` exactly, so that statistics survive a bfloat16 wire.
+
+    Holds for zero and 2**-110 <= |x| < infinity; what is not finite arrives as NaN or infinity. Bits are cut off, not
+    rounded: a compiler that may keep excess precision would drop a conversion to bfloat16 and back.
+    """
+    high = _leading_bits(x)
+    middle = _leading_bits(x - high)
+    return high, middle, x - high - middle
+
+
+def join3(high: jax.Array, middle: jax.Array, low: jax.Array) -> jax.Array:
+    """What `split3` took apart."""
+    return high.astype(jnp.float32) + (middle.astype(jnp.float32) + low.astype(jnp.float32))
+
+
+def _leading_bits(x: jax.Array) -> jax.Array:
+    """`x` cut to the eight significant bits of a bfloat16."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    return lax.bitcast_convert_type(bits, jnp.float32)
