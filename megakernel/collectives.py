@@ -102,22 +102,24 @@ class Exchange:
         columns = partial.shape[-1]
         assert columns <= self.cores * width, f"{columns} columns are more than {self.cores} cores own"
 
-        def columns_of(peer: int) -> jax.Array:
-            return partial[:, min(peer * width, columns) : min((peer + 1) * width, columns)]
+        def columns_of(peer: int) -> jax.Array | None:
+            first = peer * width
+            return partial[:, first : min(first + width, columns)] if first < columns else None
 
         self.start_each(columns_of, width)
 
-    def start_each(self, piece_of: Callable[[int], jax.Array], width: int) -> None:
+    def start_each(self, piece_of: Callable[[int], jax.Array | None], width: int) -> None:
         """Core p gets `piece_of(p)`.
 
         Args:
-          piece_of: core -> [rows, at most width]; short of `width`, zeros follow.
+          piece_of: core -> [rows, at most width], or None for nothing; zeros follow up to `width`.
         """
         half = self._open([width])
         for peer in range(self.cores):
             piece = piece_of(peer)
-            filled = piece.shape[-1]
-            if filled:
+            filled = 0
+            if piece is not None:
+                filled = piece.shape[-1]
                 self.outbox[peer, :, :filled] = piece.astype(self.outbox.dtype)
             if filled < width:
                 self.outbox[peer, :, filled:width] = jnp.zeros((self.rows, width - filled), self.outbox.dtype)
@@ -128,7 +130,8 @@ class Exchange:
         """Waits for all pieces, and until the own ones have left.
 
         Returns:
-          for each value of the exchange a Ref [cores, rows, width], to be read before the next start.
+          for each value of the exchange a Ref [cores, rows, width rounded up to whole tiles], to be read before the
+          next start. What lies beyond `width` means nothing.
         """
         assert self._places, "finish without a start"
         half = self.half[0]
@@ -136,15 +139,16 @@ class Exchange:
             self._wait_received(half)
             self._wait_sent(half)
         places, self._places = self._places, []
-        return tuple(self.inbox.at[half, :, :, pl.ds(first, width)] for first, width in places)
+        return tuple(self.inbox.at[half, :, :, pl.ds(first, round_up(width, self.tile))] for first, width in places)
 
     def finish_sum(self) -> jax.Array:
         """Waits as `finish` does; the sum over the senders, in their order.  # [rows, width] f32"""
+        ((_, width),) = self._places
         (pieces,) = self.finish()
         total = pieces[0].astype(jnp.float32)
         for sender in range(1, self.cores):
             total = total + pieces[sender].astype(jnp.float32)
-        return total
+        return total[:, :width]
 
     def _open(self, widths: list[int]) -> Scalar:
         """Gives each value its place and turns to the other half."""
@@ -154,9 +158,13 @@ class Exchange:
             self._places.append((first, width))
             first += round_up(width, self.tile)
         assert 0 < first <= self.lanes, f"pieces of {first} lanes in a buffer of {self.lanes}"
-        half = 1 - self.half[0]
+        half = self._other(self.half[0])
         self.half[0] = half
         return half
+
+    @staticmethod
+    def _other(half: Scalar) -> Scalar:
+        return 1 - half
 
     @property
     def _travelling(self) -> int:
@@ -210,7 +218,8 @@ def side_by_side(pieces: Ref, width: int, total: int) -> jax.Array:
     """Undoes the split of `total` columns into `width` per core: core c owns [c * width, min((c + 1) * width, total)).
 
     Args:
-      pieces: [cores, rows, lanes] whose first `width` lanes count. On a TPU `width` is a multiple of 128, or divides it.
+      pieces: [cores, rows, lanes] whose first `width` lanes count.
+      width: on a TPU a multiple of 128, or a divisor of it.
     Returns:
       [rows, total rounded up to 128] f32, zero beyond `total`.
     """
@@ -255,6 +264,28 @@ def split3(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def join3(high: jax.Array, middle: jax.Array, low: jax.Array) -> jax.Array:
     """What `split3` took apart."""
     return high.astype(jnp.float32) + (middle.astype(jnp.float32) + low.astype(jnp.float32))
+
+
+def statistics(*columns: jax.Array) -> jax.Array:
+    """Float32 numbers, one of each kind a row, for a bfloat16 wire: three lanes each, see `split3`.
+
+    Args:
+      columns: each [rows, 1] f32.
+    Returns:
+      [rows, 3 * columns] f32
+    """
+    lanes = [lane for column in columns for lane in split3(column)]
+    at = lax.broadcasted_iota(jnp.int32, (columns[0].shape[0], len(lanes)), 1)
+    laid = jnp.zeros(at.shape, jnp.float32)
+    for number, lane in enumerate(lanes):
+        laid = jnp.where(at == number, lane, laid)
+    return laid
+
+
+def statistic(piece: jax.Array, number: int) -> jax.Array:
+    """Column `number` of what `statistics` made.  # piece [rows, lanes] -> [rows, 1] f32"""
+    high, middle, low = (piece[:, 3 * number + part : 3 * number + part + 1] for part in range(3))
+    return join3(high, middle, low)
 
 
 def _leading_bits(x: jax.Array) -> jax.Array:
