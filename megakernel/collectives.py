@@ -31,6 +31,11 @@ from megakernel.program import LANES, round_up
 from megakernel.stream import Ref, Scalar
 
 _UNROLLED_PEERS = 8
+"""Sends to at most this many peers are written out; more go through a loop."""
+_EXPONENT_BIAS = 127  # of float32
+_FLOAT8_BITS, _INT8_BITS = 7, 6  # a scaled row's peak lies in [2 ** bits, 2 ** (bits + 1))
+_INT8_MAX = 127
+_LARGEST_SHIFT = 120
 
 
 def exchange_scratch(cores: int, rows: int, lanes: int, wire: Any) -> list[Any]:
@@ -143,8 +148,8 @@ class Exchange:
 
     def finish_sum(self) -> jax.Array:
         """Waits as `finish` does; the sum over the senders, in their order.  # [rows, width] f32"""
-        ((_, width),) = self._places
-        (pieces,) = self.finish()
+        widths = [width for _, width in self._places]
+        (pieces,), (width,) = self.finish(), widths
         total = pieces[0].astype(jnp.float32)
         for sender in range(1, self.cores):
             total = total + pieces[sender].astype(jnp.float32)
@@ -214,46 +219,49 @@ class Exchange:
         return {"device_id": peer, "device_id_type": pl.DeviceIdType.LOGICAL}
 
 
-def side_by_side(pieces: Ref, width: int, total: int) -> jax.Array:
+def side_by_side(pieces: Ref, width: int, total: int, exponents: Ref | None = None) -> jax.Array:
     """Undoes the split of `total` columns into `width` per core: core c owns [c * width, min((c + 1) * width, total)).
 
     Args:
       pieces: [cores, rows, lanes] whose first `width` lanes count.
       width: on a TPU a multiple of 128, or a divisor of it.
+      exponents: [cores, rows, lanes] if the pieces travelled as `scaled` ones.
     Returns:
       [rows, total rounded up to 128] f32, zero beyond `total`.
     """
-    owners = -(-total // width)
-    padded = round_up(total, LANES)
+    owners, padded = -(-total // width), round_up(total, LANES)
+
+    def piece(core: int, lanes: int) -> jax.Array:
+        values = pieces[core, :, :lanes].astype(jnp.float32)
+        return values if exponents is None else unscaled(values, exponents[core])
+
     if LANES % width or pieces.shape[-1] < LANES:
-        parts = [pieces[core, :, :width].astype(jnp.float32) for core in range(owners)]
-        laid = jnp.concatenate(parts, axis=1)
-        if laid.shape[1] < padded:
-            laid = jnp.pad(laid, ((0, 0), (0, padded - laid.shape[1])))
-        laid = laid[:, :padded]
+        laid = jnp.concatenate([piece(core, width) for core in range(owners)], axis=1)
+        missing = max(padded - owners * width, 0)
+        laid = jnp.pad(laid, ((0, 0), (0, missing)))[:, :padded] if laid.shape[1] != padded else laid
     else:
-        tiles = [_one_tile(pieces, width, first, owners) for first in range(0, owners, LANES // width)]
-        laid = tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=1)
+        tile_pieces, tiles = LANES // width, []
+        for first in range(0, owners, tile_pieces):
+            there = range(first, min(first + tile_pieces, owners))
+            tiles.append(_one_tile([piece(core, LANES) for core in there], width))
+        laid = jnp.concatenate(tiles, axis=1)
     column = lax.broadcasted_iota(jnp.int32, laid.shape, 1)
     return laid if total == padded else jnp.where(column < total, laid, 0.0)
 
 
-def _one_tile(pieces: Ref, width: int, first: int, owners: int) -> jax.Array:
-    """Pieces `first` and following in 128 lanes.  # [rows, 128] f32"""
-    lane = lax.broadcasted_iota(jnp.int32, (pieces.shape[1], LANES), 1)
-    tile = jnp.zeros((pieces.shape[1], LANES), jnp.float32)
-    for core in range(first, min(first + LANES // width, owners)):
-        at = (core - first) * width
-        piece = pieces[core, :, :LANES].astype(jnp.float32)
-        moved = pltpu.roll(piece, at, 1) if at else piece
-        tile = jnp.where((lane >= at) & (lane < at + width), moved, tile)
+def _one_tile(pieces: list[jax.Array], width: int) -> jax.Array:
+    """The first `width` lanes of each piece, one after the other.  # each [rows, 128] f32 -> [rows, 128] f32"""
+    lane = lax.broadcasted_iota(jnp.int32, pieces[0].shape, 1)
+    tile = pieces[0]
+    for number, piece in enumerate(pieces[1:], start=1):
+        tile = jnp.where(lane < number * width, tile, pltpu.roll(piece, number * width, 1))
     return tile
 
 
 def split3(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Three float32 values of bfloat16 precision whose sum is `x` exactly, so that statistics survive a bfloat16 wire.
 
-    Holds for zero and 2**-110 <= |x| < infinity; what is not finite arrives as NaN or infinity. Bits are cut off, not
+    Holds for zero and 2**-103 <= |x| < infinity; what is not finite arrives as NaN or infinity. Bits are cut off, not
     rounded: a compiler that may keep excess precision would drop a conversion to bfloat16 and back.
     """
     high = _leading_bits(x)
@@ -292,3 +300,37 @@ def _leading_bits(x: jax.Array) -> jax.Array:
     """`x` cut to the eight significant bits of a bfloat16."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def scaled(x: jax.Array, wire: Any) -> tuple[jax.Array, jax.Array]:
+    """`x` for a wire of eight bits: each row times a power of two that brings it into range, and the exponents.
+
+    Gather both (`start_gather(*scaled(x, wire))`); `unscaled`, or `side_by_side`, undoes it.
+
+    Args:
+      x: [rows, width] f32, finite.
+      wire: float8_e4m3fn or int8.
+    Returns:
+      values in the wire's range [rows, width] f32, whole numbers for int8; exponents [rows, 2] f32, small whole numbers
+      that both wires hold exactly.
+    """
+    peak = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+    exponent = (lax.bitcast_convert_type(peak, jnp.int32) >> 23) - _EXPONENT_BIAS  # 2 ** exponent <= peak
+    whole = jnp.issubdtype(wire, jnp.integer)
+    shift = jnp.clip(exponent - (_INT8_BITS if whole else _FLOAT8_BITS), -_LARGEST_SHIFT, _LARGEST_SHIFT)
+    values = x * _power_of_two(-shift)
+    if whole:
+        values = jnp.clip(jnp.round(values), -_INT8_MAX, _INT8_MAX)
+    high = shift >> 4
+    lane = lax.broadcasted_iota(jnp.int32, (x.shape[0], 2), 1)
+    return values, jnp.where(lane == 0, high, shift - (high << 4)).astype(jnp.float32)
+
+
+def unscaled(values: jax.Array, exponents: jax.Array) -> jax.Array:
+    """What `scaled` scaled.  # values [rows, width], exponents [rows, lanes] -> [rows, width] f32"""
+    high, low = (exponents[:, part : part + 1].astype(jnp.float32).astype(jnp.int32) for part in range(2))
+    return values.astype(jnp.float32) * _power_of_two((high << 4) + low)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type((exponent + _EXPONENT_BIAS) << 23, jnp.float32)

@@ -1,7 +1,7 @@
 """A kernel made of exchanges, its twin in NumPy, and its compilation for machines that are not there.
 
-Each round scatters a partial sum, gathers what the owners hold together with a float32 statistic, sends every core a
-narrow piece of its own, and adds up a gather. What it brings decides the next round's values, and when to stop.
+Each round scatters a partial sum, gathers what the owners hold together with a float32 statistic, adds up a gather, and
+every other time sends each core a narrow piece of its own. What comes decides the next values, and when to stop.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megakernel.collectives import Exchange, exchange_scratch, side_by_side, statistic, statistics
+from megakernel.collectives import Exchange, exchange_scratch, scaled, side_by_side, statistic, statistics
 from megakernel.control import when
 from megakernel.program import LANES, round_up
 
 AXIS = "tp"
 CEILING = 40.0
 """The rounds end when an element of the gathered sums exceeds it."""
-OUTCOMES = ("rounds", "state", "peaks", "narrow", "added", "partial")
+EIGHT_BITS = ("float8_e4m3fn", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Script:
 
     def outcome_shapes(self) -> dict[str, Any]:
         rows, cores = self.rows, self.cores
+        if self.wire in EIGHT_BITS:
+            return {"state": jax.ShapeDtypeStruct((rows, round_up(self.columns, LANES)), jnp.float32)}
         return {
             "rounds": jax.ShapeDtypeStruct((1,), jnp.int32),
             "state": jax.ShapeDtypeStruct((rows, round_up(self.columns, LANES)), jnp.float32),
@@ -88,29 +90,45 @@ def kernel(script: Script, barrier: bool, *refs: Any) -> None:
             peaks[core] = statistic(numbers[core], 0)
         partial[...] += 0.25 * state[:, : script.columns]
 
+        exchange.start_gather(partial[:, : script.width])
+        added[...] = exchange.finish_sum()
+
         @when(lax.rem(number, 2) == 0)
         def every_other_round() -> None:
             exchange.start_each(lambda peer: partial[:, : script.narrow] + float(peer), script.narrow)
             (pieces,) = exchange.finish()
             narrow[...] = side_by_side(pieces, script.narrow, script.narrow_total)
 
-        exchange.start_gather(partial[:, : script.width])
-        added[...] = exchange.finish_sum()
         return number + 1, jnp.max(peaks[...])
 
     rounds[0], _ = lax.while_loop(more, one_round, (jnp.int32(0), jnp.float32(0)))
 
 
+def scaled_kernel(script: Script, barrier: bool, *refs: Any) -> None:
+    """Gathers each core's own columns of its partial over a wire of eight bits, `limit` times."""
+    limit, first, state, *scratch = refs
+    exchange = Exchange(AXIS, script.cores, *scratch)
+    exchange.begin(barrier)
+
+    def one_round(_: jax.Array, carry: None) -> None:
+        exchange.start_gather(*scaled(first[:, : script.width], script.wire))
+        pieces, exponents = exchange.finish()
+        state[...] = side_by_side(pieces, script.width, script.columns, exponents)
+
+    lax.fori_loop(0, limit[0], one_round, None)
+
+
 def program(script: Script, interpret: Any) -> Any:
-    """The kernel for one core of a mesh: (limit [1] i32, first partial) -> outcomes, as `OUTCOMES` names them."""
-    lockstep = interpret is True
+    """The kernel for one core of a mesh: (limit [1] i32, first partial) -> outcomes."""
+    lockstep, outcomes = interpret is True, script.outcome_shapes()
+    body = scaled_kernel if script.wire in EIGHT_BITS else kernel
     vmem, smem = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pltpu.SMEM))
     return pl.pallas_call(
-        functools.partial(kernel, script, not lockstep),
+        functools.partial(body, script, not lockstep),
         name="exchanges",
         in_specs=[smem, vmem],
-        out_specs=[smem if name == "rounds" else vmem for name in OUTCOMES],
-        out_shape=[script.outcome_shapes()[name] for name in OUTCOMES],
+        out_specs=[smem if name == "rounds" else vmem for name in outcomes],
+        out_shape=list(outcomes.values()),
         scratch_shapes=exchange_scratch(script.cores, script.rows, script.lanes, jnp.dtype(script.wire)),
         compiler_params=pltpu.CompilerParams(collective_id=None if lockstep or script.cores == 1 else 0),
         interpret=interpret,
@@ -137,7 +155,7 @@ def run(script: Script, interpret: Any) -> dict[str, np.ndarray]:
     """Outcomes by name, each with a leading axis over cores."""
     launch, _ = on_mesh(script, jax.devices()[: script.cores], interpret)
     found = launch(jnp.array([script.rounds], jnp.int32), jnp.asarray(script.start()))
-    return {name: np.asarray(value) for name, value in zip(OUTCOMES, found, strict=True)}
+    return {name: np.asarray(value) for name, value in zip(script.outcome_shapes(), found, strict=True)}
 
 
 def expected(script: Script) -> dict[str, np.ndarray]:
