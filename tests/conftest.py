@@ -5,9 +5,13 @@ from __future__ import annotations
 import jax
 import pytest
 
+CORES = 8
+"""CPU devices, for kernels that run on several cores; all others use the first."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compiled launches are kept for the next run, and for the other workers of this one."""
+    jax.config.update("jax_num_cpu_devices", CORES)
     cache = getattr(config, "cache", None)
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
