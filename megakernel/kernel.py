@@ -15,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from megakernel import layers, memory, rounds, stream
 from megakernel.control import when, when_at
-from megakernel.cores import OneCore, Piece
+from megakernel.collectives import Exchange
+from megakernel.cores import AXIS, Cores, ManyCores, OneCore, Piece
 from megakernel.layers import Step
 from megakernel.phases.linear import widened
 from megakernel.phases.mix import mix
@@ -115,7 +116,7 @@ def set_prefix(step: Step, own: jax.Array) -> None:
     hidden = step.plan.config.hidden_size
     step.cores.start_gather([Piece(own, hidden)])
     (prefix,) = step.cores.finish_gather()
-    step.refs.stream[step.plan.config.num_snapshots] = prefix
+    step.refs.stream[step.plan.config.num_snapshots] = prefix[:, :hidden]
 
 
 def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
@@ -233,6 +234,7 @@ def layer_table(plan: Plan) -> jax.Array:
 
 def _open_streams(plan: Plan, refs: SimpleNamespace) -> Step:
     has_kda, has_mla = bool(plan.config.kda_layers), bool(plan.config.mla_layers)
+    cores = _open_cores(plan, refs)
     return Step(
         plan=plan,
         refs=refs,
@@ -255,11 +257,19 @@ def _open_streams(plan: Plan, refs: SimpleNamespace) -> Step:
             (refs.bank_in, refs.bank_out),
             (refs.expert_in, refs.expert_out),
             (refs.expert_in_done, refs.expert_out_done),
+            cores.first_expert,
         )
         if plan.moe_layers
         else None,
-        cores=OneCore(plan),
+        cores=cores,
     )
+
+
+def _open_cores(plan: Plan, refs: SimpleNamespace) -> Cores:
+    if plan.split.cores == 1:
+        return OneCore()
+    exchange = Exchange(AXIS, plan.split.cores, refs.outbox, refs.inbox, refs.sent, refs.received, refs.inbox_half)
+    return ManyCores(plan, exchange)
 
 
 def _pending_window(refs: SimpleNamespace) -> stream.Window:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from megakernel.cores import OneCore, Piece
+from megakernel.cores import Cores, Piece
 from megakernel.memory import COMMIT, COUNT, POSITION
 from megakernel.phases import experts as experts_phase
 from megakernel.phases import ffn, kda, mla, route
@@ -37,7 +37,7 @@ class Step:
     groups: LatentGroups | None
     pages: LatentPages | None
     experts: Experts | None
-    cores: OneCore
+    cores: Cores
     number: Any = 0  # rounds since the launch began
     table: Any = 0  # vector tables since the launch began
 
@@ -133,7 +133,7 @@ def kda_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array) -> j
     beta = step.take(narrow, "kda_narrow", "beta")
     out = step.linear(section, x, "kda_in")
     projected = jnp.concatenate([step.take(out, "kda_in", name) for name in ("q", "k", "v")], axis=-1)
-    decay_low, *gate_low = step.cores.finish_gather()
+    decay_low, *gate_low = (low[:, : config.kda_head_dim] for low in step.cores.finish_gather())
     decay_out = step.linear(section, decay_low, "kda_decay")
     if config.use_full_rank_gate:
         gate = step.take(out, "kda_in", "gate")
@@ -250,8 +250,11 @@ def moe_ffn(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array) -> jax
 
     bias = step.vector("router_bias", config.num_experts)
     refs.expert_weights[...] = route.expert_weights(plan, logits, bias, step.active())
-    count = route.start_experts(plan, refs.expert_weights[...], moe_layer, step.experts, refs.chosen_experts)
-    refs.expert_input[...] = (latent[0] if latent else x).astype(plan.activations)
+    count = route.start_experts(
+        plan, refs.expert_weights[...], moe_layer, step.cores.first_expert, step.experts, refs.chosen_experts
+    )
+    expert_input = latent[0][:, : config.routed_expert_hidden_size] if latent else x
+    refs.expert_input[...] = expert_input.astype(plan.activations)
     shared: jax.Array | None = None
     if hidden is not None:
         shared = step.take_unrounded(step.linear(section, hidden, "shared_out"), "shared_out", "out")
@@ -288,10 +291,10 @@ def _routed_and_shared(step: Step, section: Scalar, routed: jax.Array, shared: j
     step.cores.start_sum([routed] if shared is None else [routed, shared], squares)
     total, *others = step.cores.finish_sum()
     if squares is not None:
-        spread = step.cores.finish_statistic() / config.routed_expert_hidden_size
+        spread = others.pop() / config.routed_expert_hidden_size
         total = total * lax.rsqrt(spread + config.rms_norm_eps)
     total = rounded(plan, total)
-    return rounded(plan, total + rounded(plan, others[0])) if others else total
+    return total if shared is None else rounded(plan, total + rounded(plan, others[0]))
 
 
 def _gated(step: Step, section: Scalar, x: jax.Array, name: str) -> jax.Array:

@@ -94,6 +94,12 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
             "expert_input": Buffer((rows, config.routed_expert_hidden_size), activations),
             "expert_sum": Buffer((rows, out_lanes), "float32"),
         }
+    if split.cores > 1:
+        piece = (plan.rows, exchange_lanes(plan))
+        buffers |= {
+            "outbox": Buffer((split.cores, *piece), plan.wire),
+            "inbox": Buffer((2, split.cores, *piece), plan.wire),
+        }
     if plan.drafter:
         buffers |= plan.drafter.vmem(plan)
         if plan.drafter.taps:
@@ -110,6 +116,7 @@ def smem_scratch(plan: Plan) -> dict[str, Buffer]:
         "bad_layer": Buffer((1,), "int32"),
         "row_tokens": Buffer((plan.live_rows,), "int32"),
         "row_logprobs": Buffer((plan.live_rows,), "float32"),
+        **({"inbox_half": Buffer((1,), "int32")} if plan.split.cores > 1 else {}),
     }
 
 
@@ -124,6 +131,8 @@ def semaphore_counts(plan: Plan) -> dict[str, int]:
         counts |= {"page_done": 2, "group_in": 1, "group_out": 1}
     if plan.moe_layers:
         counts |= {"expert_in_done": plan.expert_slots, "expert_out_done": plan.expert_slots}
+    if plan.split.cores > 1:
+        counts |= {"sent": 1, "received": 2}
     if plan.keep_logits:
         counts["logits_done"] = 1
     return counts | (plan.drafter.semaphores(plan) if plan.drafter else {})

@@ -144,6 +144,11 @@ class Plan:
         return "uint16" if self.target.multiplies_float32 else self.weights
 
     @property
+    def wire(self) -> Number:
+        """Number format in which values travel between cores."""
+        return self.activations
+
+    @property
     def block_bytes(self) -> int:
         return self.block_rows * self.block_lanes * BYTES[self.weights]
 

@@ -207,10 +207,15 @@ class LatentPages:
 
 
 class Experts:
-    """Routed experts from the bank into VMEM slots: the i-th distinct expert of a layer takes slot `i % slots`."""
+    """Routed experts from the bank into VMEM slots: the i-th distinct expert of a layer takes slot `i % slots`.
 
-    def __init__(self, plan: Plan, banks: tuple[Ref, Ref], slots: tuple[Ref, Ref], done: tuple[Ref, Ref]):
-        self.plan, self.banks, self.slots, self.done = plan, banks, slots, done
+    The bank begins with expert `first`.
+    """
+
+    def __init__(
+        self, plan: Plan, banks: tuple[Ref, Ref], slots: tuple[Ref, Ref], done: tuple[Ref, Ref], first: Scalar | int
+    ):
+        self.plan, self.banks, self.slots, self.done, self.first = plan, banks, slots, done, first
 
     def start(self, order: Scalar, moe_layer: Scalar, expert: Scalar) -> None:
         for copy in self._copies(order, moe_layer, expert):
@@ -224,7 +229,7 @@ class Experts:
 
     def _copies(self, order: Scalar, moe_layer: Scalar, expert: Scalar) -> list[Any]:
         slot = lax.rem(order, self.plan.expert_slots)
-        entry = moe_layer * self.plan.split.experts + expert
+        entry = moe_layer * self.plan.split.experts + (expert - self.first)
         return [
             pltpu.make_async_copy(bank.at[entry], window.at[slot], done.at[slot])
             for bank, window, done in zip(self.banks, self.slots, self.done, strict=True)

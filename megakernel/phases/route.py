@@ -53,8 +53,12 @@ def poison(plan: Plan, logits: jax.Array, bias: jax.Array) -> jax.Array:
     return jnp.where(bad > 0.0, jnp.nan, 0.0)
 
 
-def start_experts(plan: Plan, weights: jax.Array, moe_layer: Scalar, experts: Experts, chosen: Ref) -> Scalar:
+def start_experts(
+    plan: Plan, weights: jax.Array, moe_layer: Scalar, first: Scalar | int, experts: Experts, chosen: Ref
+) -> Scalar:
     """Lists the distinct experts in ascending order and starts fetching each as soon as it is known.
+
+    Only experts from `first` on are listed, as many as a core holds.
 
     An expert that only has zero weights adds nothing, so "chosen" is "has a weight above zero somewhere".
 
@@ -65,6 +69,8 @@ def start_experts(plan: Plan, weights: jax.Array, moe_layer: Scalar, experts: Ex
     """
     wanted = jnp.max(weights, axis=0, keepdims=True) > 0.0  # [1, lanes]
     lane = lax.broadcasted_iota(jnp.int32, wanted.shape, 1)
+    if plan.split.expert_groups > 1:
+        wanted = wanted & (lane >= first) & (lane < first + plan.split.experts)
     count = jnp.sum(wanted.astype(jnp.int32))
 
     def find(order: Scalar, previous: Scalar) -> Scalar:
@@ -77,8 +83,8 @@ def start_experts(plan: Plan, weights: jax.Array, moe_layer: Scalar, experts: Ex
         experts.start(order, moe_layer, expert)
         return expert
 
-    first = jnp.minimum(count, plan.expert_slots)
-    last = lax.fori_loop(0, first, find_and_start, jnp.int32(-1))
+    started = jnp.minimum(count, plan.expert_slots)
+    last = lax.fori_loop(0, started, find_and_start, jnp.int32(-1))
     if plan.max_distinct_experts > plan.expert_slots:
-        lax.fori_loop(first, count, find, last)
+        lax.fori_loop(started, count, find, last)
     return count
