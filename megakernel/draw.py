@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megakernel import program
+from megakernel import memory, program
 from megakernel.plan import Plan
 from megakernel.report import plural, size
 from megakernel.timeline import Copy, Family, Work, copies_of, family_of, layer_boundary, round_boundary, work_of
@@ -40,7 +40,7 @@ _SHORTEST = 0.12
 _GROUPS = (
     ("ring", ("ring",)),
     ("expert slots", ("expert_",)),
-    ("logits", ("out_head", "scaled_logits")),
+    ("logits", ("out_head", *memory.ROW_OF_LOGITS)),
     ("KDA windows", ("state", "tails", "kda_", "trial_state", "pending")),
     ("MLA windows", ("page", "latent_group", "fresh", "queries", "contexts")),
     ("outputs of products", ("out_",)),

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megakernel.program import LANES, round_up
+from megakernel.vocabulary import vocabulary_shape
 
 if TYPE_CHECKING:
     from megakernel.plan import Plan
@@ -15,6 +16,8 @@ _ITEM_BYTES = {"float32": 4, "uint32": 4, "int32": 4, "bfloat16": 2, "uint16": 2
 MAX_STOP_TOKENS = 8
 LAYER_NUMBERS = 9
 """Numbers of one layer in the layer table, see `megakernel.kernel.layer_table`."""
+ROW_OF_LOGITS = ("row_logits", "scaled_logits", "logit_mass")
+"""What the sampler holds of the row that it is at, see `phases.sample`."""
 KDA_PLANES, KDA_KEPT_PLANES = 8, 7
 """Planes of `kda_rows` (see `phases.kda`), and how many of them replay needs."""
 
@@ -60,9 +63,10 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
         "embedding_rows": Buffer((plan.live_rows, POSITION_GROUP, split.hidden), plan.storage),
         "stream": Buffer((config.num_snapshots + 1, rows, hidden), "float32"),
         "operand": Buffer((rows, plan.operand_width), activations),
-        "scaled_logits": Buffer((1, plan.output_width(plan.matrices["head"])), "float32"),
+        **{name: Buffer(vocabulary_shape(config.vocab_size), "float32") for name in ROW_OF_LOGITS},
         **{f"out_{name}": Buffer((rows, plan.output_width(m)), "float32") for name, m in plan.matrices.items()},
     }
+    buffers["out_head"] = head_output(plan, "head")
     if config.kda_layers:
         buffers |= {
             "state": Buffer((split.kda_heads, sequences, head_dim, head_dim), "float32"),
@@ -105,6 +109,12 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
         if plan.drafter.taps:
             buffers["taps"] = Buffer((len(plan.drafter.taps), rows, hidden), "float32")
     return buffers
+
+
+def head_output(plan: Plan, matrix: str) -> Buffer:
+    """Output of an LM head, wide enough to be read in segments of `megakernel.vocabulary`."""
+    segments, lanes = vocabulary_shape(plan.config.vocab_size)
+    return Buffer((plan.rows, max(plan.output_width(plan.matrices[matrix]), segments * lanes)), "float32")
 
 
 def smem_scratch(plan: Plan) -> dict[str, Buffer]:
@@ -205,8 +215,7 @@ def result_buffers(plan: Plan) -> dict[str, Buffer]:
     }
     if plan.keep_logits:
         buffers["round_tokens"] = Buffer((plan.sequences, plan.launch_steps), "int32")
-        width = plan.output_width(plan.matrices["head"])
-        buffers["step_logits"] = Buffer((plan.launch_steps, plan.rows, width), "float32")
+        buffers["step_logits"] = Buffer((plan.launch_steps, *head_output(plan, "head").shape), "float32")
     return buffers
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from megakernel import memory
 from megakernel.control import when
@@ -108,15 +107,14 @@ def accept(step: Step, bad_layer: Scalar) -> Scalar:
 def _choose(step: Step, row: Scalar, sequence: Scalar, token: Scalar) -> None:
     """The token after a row and its log-probability: the given one where the prompt goes on, else a drawn one."""
     plan, refs = step.plan, step.refs
-    logits = refs.out_head[pl.ds(row, 1)]  # [1, lanes]
-    infinite = jnp.where(jnp.abs(logits[:, : plan.config.vocab_size]) < jnp.inf, 0.0, 1.0)
-    last_layer = jnp.where(jnp.sum(infinite) > 0.0, plan.config.num_hidden_layers, ALL_FINITE)
+    logits, scratch = refs.row_logits, sample.Scratch(refs.scaled_logits, refs.logit_mass)
+    infinite = sample.load_logits(refs.out_head, row, logits, plan.config.vocab_size)
+    last_layer = jnp.where(infinite > 0.0, plan.config.num_hidden_layers, ALL_FINITE)
     refs.bad_layer[0] = jnp.minimum(refs.bad_layer[0], last_layer)
 
-    logits = sample.masked_logits(plan, logits)
     sampling = sample.RowSampling.of(refs.sampling_floats, refs.sampling_ints, sequence)
     position = refs.current[POSITION, sequence] + token + 1
-    chosen = sample.choose_token(logits, refs.scaled_logits, sampling, position)
+    chosen = sample.choose_token(logits, scratch, sampling, position)
     following = refs.status[sequence, TAKEN] + token + 1
     given = refs.tokens[sequence, jnp.minimum(following, plan.launch_steps - 1)]
     chosen = jnp.where(following < refs.request[sequence, GIVEN], given, chosen)

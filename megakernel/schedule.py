@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megakernel.plan import Plan
+from megakernel.vocabulary import piece_count, vocabulary_shape
 
 KERNEL_NAME = "decode_launch"
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?P<mark>[A-Z]{2})?\s*:\s(?P<depth>>*)\s*\{(?P<empty>\})?")
 _COUNTS = re.compile(r"total scheduled bundles:\s*(\d+)")
 _SLOTS_HEAD, _SLOTS_BODY = "== CAPACTIY:", "== UTILIZATION:"  # the first is spelled so in the dump
 _FILTERS = 3  # loops of `phases.sample`: min-p, top-k, top-p
+_PASSES = 4  # and, where the vocabulary has several pieces: temperature, noise, maximum, where it is
 _SPILL, _FILL, _MATRIX = "VSTORE:SPILL", "VLOAD:FILL", "MXU"
 
 
@@ -131,7 +133,8 @@ def name_loops(program: Loop, plan: Plan) -> None:
     for loop, name in zip(layer.inner, parts, strict=True):
         loop.name = name
     after = [loop for outer in round_.inner[layers[0] + 1 :] for _, loop in outer.walk()]
-    draws = [loop for loop in after if len(loop.inner) == _FILTERS]
+    several = piece_count(vocabulary_shape(config.vocab_size)) > 1
+    draws = [loop for loop in after if len(loop.inner) == _FILTERS + several * _PASSES]
     if len(draws) == 1:
         draws[0].name = "draw (if sampled)"
 

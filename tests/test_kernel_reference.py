@@ -353,6 +353,11 @@ def experts_give_nothing(*args: Any) -> None:
     total[...] = jnp.zeros(total.shape, jnp.float32)
 
 
+def zeros_are_loaded(out: Any, row: Any, logits: Any, size: int) -> jax.Array:
+    logits[...] = jnp.zeros(logits.shape, jnp.float32)
+    return jnp.float32(0)
+
+
 def state_is_not_kept(run_tokens: Callable[..., None]) -> Callable[..., None]:
     def forgetful(plan: Any, rows: Any, query: Any, count: Any, most: Any, keep: bool, *buffers: Any) -> None:
         run_tokens(plan, rows, query, count, most, False, *buffers)
@@ -414,6 +419,7 @@ REPLACEMENTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "start_experts": (route, "start_experts", zeros_like_result),
     "run_experts": (experts, "run_experts", always(experts_give_nothing)),
     "decode_mxfp4": (experts, "decode_mxfp4", zeros_like_result),
+    "load_logits": (sample, "load_logits", always(zeros_are_loaded)),
     "choose_token": (sample, "choose_token", zeros_like_result),
     "log_probability": (sample, "log_probability", zeros_like_result),
 }
@@ -507,7 +513,7 @@ def test_every_product_and_every_phase_has_a_replacement() -> None:
     """A new phase or matrix must be added above."""
     assert set(ZEROED) == set(open_session(model_named("k3-mini")).plan.matrices)
     replaced = {(module.__name__, attribute) for module, attribute, _ in REPLACEMENTS.values()}
-    helpers = {"accumulate", "store_rows", "pad_rows", "expert_output", "masked_logits", "argmax", "sortable"}
+    helpers = {"accumulate", "store_rows", "pad_rows", "expert_output", "argmax", "sortable", "Scratch"}
     helpers |= {"RowSampling", "poison"}  # the latter: `test_decode_edges` puts NaN into every tensor
     for module in (kda, mla, route, experts, ffn, sample):
         own = {

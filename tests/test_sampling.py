@@ -12,7 +12,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,8 +26,11 @@ from jax.extend.random import threefry_2x32
 from megakernel import SamplingParams
 from megakernel.phases import random as noise
 from megakernel.phases import sample as phase
+from megakernel.vocabulary import entries, vocabulary_shape
 from model import sampling as plain
 
+ROW = 5
+"""Of the head's output, where the logits are."""
 LOWEST = float(np.finfo(np.float32).min)
 SEEDS = (0, 1, 0xFFFFFFFF, 1 << 32, 2**63 + 5, 2**64 - 1)
 POSITIONS = (0, 1, 127, 4095, 2**20)
@@ -49,32 +51,33 @@ def request(params: SamplingParams, seeds: np.ndarray, positions: np.ndarray) ->
     return floats, ints
 
 
-def lanes_of(logits: np.ndarray) -> np.ndarray:
-    """[V] as the head leaves it: whole lanes, with numbers past the vocabulary that nothing may look at."""
-    return np.pad(logits, (0, -len(logits) % 128), constant_values=1e30)[None].astype(np.float32)
+def head_output(logits: np.ndarray) -> np.ndarray:
+    """[V] as the head leaves it: in one row of several, with numbers past the vocabulary that nothing may look at."""
+    width = math.prod(vocabulary_shape(len(logits)))
+    rows = np.full((8, width), 1e30, np.float32)
+    rows[ROW, : len(logits)] = logits
+    return rows
 
 
 def build_kernel(vocab: int, draws: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """(floats, ints, logits [1, lanes]) -> tokens [draws], log-probabilities [draws]; one draw a turn."""
-    plan: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab))
+    """(floats, ints, output of the head) -> tokens [draws], log-probabilities [draws]; one draw a turn."""
 
-    def body(floats: Any, ints: Any, logits: Any, tokens: Any, logprobs: Any, scratch: Any) -> None:
+    def body(floats: Any, ints: Any, out: Any, tokens: Any, logprobs: Any, logits: Any, *scratch: Any) -> None:
         def draw(row: jax.Array, _: None) -> None:
-            masked = phase.masked_logits(plan, logits[...])
+            phase.load_logits(out, jnp.int32(ROW), logits, vocab)
             asked = phase.RowSampling.of(floats, ints, row)
-            tokens[row] = phase.choose_token(masked, scratch, asked, ints[row, 3])
-            logprobs[row] = phase.log_probability(masked, tokens[row])
+            tokens[row] = phase.choose_token(logits, phase.Scratch(*scratch), asked, ints[row, 3])
+            logprobs[row] = phase.log_probability(logits, tokens[row])
 
         jax.lax.fori_loop(0, draws, draw, None)
 
-    lanes = vocab + -vocab % 128
     smem, vmem = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.VMEM)
     call = pl.pallas_call(
         body,
         in_specs=[smem, smem, vmem],
         out_specs=[smem, smem],
         out_shape=[jax.ShapeDtypeStruct((draws,), jnp.int32), jax.ShapeDtypeStruct((draws,), jnp.float32)],
-        scratch_shapes=[pltpu.VMEM((1, lanes), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM(vocabulary_shape(vocab), jnp.float32)] * 3,
         interpret=True,
     )
     return jax.jit(call)
@@ -86,7 +89,7 @@ kernel = functools.cache(build_kernel)
 def kernel_tokens(
     logits: np.ndarray, params: SamplingParams, seeds: np.ndarray, positions: np.ndarray, build: Any = kernel
 ) -> np.ndarray:
-    return np.asarray(build(len(logits), len(seeds))(*request(params, seeds, positions), lanes_of(logits))[0])
+    return np.asarray(build(len(logits), len(seeds))(*request(params, seeds, positions), head_output(logits))[0])
 
 
 @functools.cache
@@ -196,8 +199,8 @@ def test_a_single_kept_token_is_drawn_whatever_the_noise() -> None:
     """Also where its noise is the lowest there is: were that -inf, the token would be no likelier than dropped ones."""
     logits = logits_named("spike in the last entry", 200)
 
-    def lowest_noise(asked: phase.RowSampling, position: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return noise.gumbel(jnp.full(shape, 0xFFFFFFFF, jnp.uint32))
+    def lowest_noise(asked: phase.RowSampling, position: jax.Array, entry: jax.Array) -> jax.Array:
+        return noise.gumbel(jnp.full(entry.shape, 0xFFFFFFFF, jnp.uint32))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phase, "_noise", lowest_noise)
@@ -216,10 +219,10 @@ def test_small_temperatures_are_greedy_and_large_ones_uniform() -> None:
 # ---- classic mistakes ----
 
 Mistake = Callable[[pytest.MonkeyPatch], None]
-_filter, _noise = phase._filter, phase._noise
+_filter, _noise, load_logits = phase._filter, phase._noise, phase.load_logits
 
 
-def filtered(change: Callable[[Any, phase.RowSampling], None]) -> Mistake:
+def filtered(change: Callable[[phase.Scratch, jax.Array, phase.RowSampling], None]) -> Mistake:
     return lambda patch: patch.setattr(phase, "_filter", change)
 
 
@@ -227,41 +230,47 @@ def noisy(change: Callable[..., Any]) -> Mistake:
     return lambda patch: patch.setattr(phase, "_noise", change)
 
 
-def top_p_first(scaled: Any, asked: phase.RowSampling) -> None:
-    _filter(scaled, dataclasses.replace(asked, top_k=jnp.int32(0), min_p=jnp.float32(0)))
-    _filter(scaled, dataclasses.replace(asked, top_p=jnp.float32(1)))
+def top_p_first(scratch: phase.Scratch, best: jax.Array, asked: phase.RowSampling) -> None:
+    _filter(scratch, best, dataclasses.replace(asked, top_k=jnp.int32(0), min_p=jnp.float32(0)))
+    _filter(scratch, best, dataclasses.replace(asked, top_p=jnp.float32(1)))
 
 
-def min_p_last(scaled: Any, asked: phase.RowSampling) -> None:
-    _filter(scaled, dataclasses.replace(asked, min_p=jnp.float32(0)))
-    _filter(scaled, dataclasses.replace(asked, top_k=jnp.int32(0), top_p=jnp.float32(1)))
+def min_p_last(scratch: phase.Scratch, best: jax.Array, asked: phase.RowSampling) -> None:
+    _filter(scratch, best, dataclasses.replace(asked, min_p=jnp.float32(0)))
+    _filter(scratch, best, dataclasses.replace(asked, top_k=jnp.int32(0), top_p=jnp.float32(1)))
 
 
-def top_k_plus(extra: int) -> Callable[[Any, phase.RowSampling], None]:
-    def change(scaled: Any, asked: phase.RowSampling) -> None:
+def top_k_plus(extra: int) -> Callable[[phase.Scratch, jax.Array, phase.RowSampling], None]:
+    def change(scratch: phase.Scratch, best: jax.Array, asked: phase.RowSampling) -> None:
         top_k = jnp.where(asked.top_k > 0, jnp.maximum(asked.top_k + extra, 1), 0)
-        _filter(scaled, dataclasses.replace(asked, top_k=top_k))
+        _filter(scratch, best, dataclasses.replace(asked, top_k=top_k))
 
     return change
 
 
-def temperature_after_the_filters(scaled: Any, asked: phase.RowSampling) -> None:
-    scaled[...] = scaled[...] * asked.temperature
-    _filter(scaled, asked)
-    scaled[...] = scaled[...] / asked.temperature
+def temperature_after_the_filters(scratch: phase.Scratch, best: jax.Array, asked: phase.RowSampling) -> None:
+    scratch.scaled[...] = scratch.scaled[...] * asked.temperature
+    _filter(scratch, best * asked.temperature, asked)
+    scratch.scaled[...] = scratch.scaled[...] / asked.temperature
 
 
-def every_tie_is_kept(x: jax.Array, mass: jax.Array, quota: jax.Array) -> jax.Array:
-    ranked = -jnp.sort(-x, axis=-1)
+def every_tie_is_kept(quota: jax.Array, scratch: phase.Scratch) -> None:
+    x, mass = (ref[...].reshape(1, -1) for ref in scratch)
     order = jnp.argsort(-x, axis=-1)
-    before = jnp.cumsum(jnp.take_along_axis(mass, order, axis=-1), axis=-1) - jnp.take_along_axis(mass, order, axis=-1)
+    ranked, weights = (jnp.take_along_axis(y, order, axis=-1) for y in (x, mass))
+    before = jnp.cumsum(weights, axis=-1) - weights
     lowest = jnp.min(jnp.where(before < quota, ranked, jnp.inf), axis=-1, keepdims=True)
-    return x >= lowest
+    scratch.scaled[...] = jnp.where(x >= lowest, x, -jnp.inf).reshape(scratch.scaled.shape)
 
 
-def last_of_the_maxima(x: jax.Array) -> jax.Array:
-    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return jnp.max(jnp.where(x == jnp.max(x), lane, 0))
+def last_of_the_maxima(x: Any) -> jax.Array:
+    return jnp.max(jnp.where(x[...] == jnp.max(x[...]), entries(x.shape, pl.ds(0, x.shape[1])), 0))
+
+
+def first_in_columns(shape: Any, columns: Any) -> jax.Array:
+    """Numbers the entries down the segments."""
+    segment, lane = (jax.lax.broadcasted_iota(jnp.int32, (shape[0], columns.size), axis) for axis in (0, 1))
+    return (lane + columns.start) * shape[0] + segment
 
 
 def second_word(key: Any, counter: Any) -> Any:
@@ -275,11 +284,11 @@ MISTAKES: dict[str, Mistake] = {
     "one too many of top-k": filtered(top_k_plus(1)),
     "one too few of top-k": filtered(top_k_plus(-1)),
     "temperature after the filters": filtered(temperature_after_the_filters),
-    "no filter at all": filtered(lambda scaled, asked: None),
-    "every tie is kept": lambda patch: patch.setattr(phase, "_within_quota", every_tie_is_kept),
+    "no filter at all": filtered(lambda scratch, best, asked: None),
+    "every tie is kept": lambda patch: patch.setattr(phase, "_keep_within", every_tie_is_kept),
     "last of equal maxima": lambda patch: patch.setattr(phase, "argmax", last_of_the_maxima),
-    "noise of position 0 everywhere": noisy(lambda asked, position, shape: _noise(asked, position * 0, shape)),
-    "noise of the position before": noisy(lambda asked, position, shape: _noise(asked, position - 1, shape)),
+    "noise of position 0 everywhere": noisy(lambda asked, position, entry: _noise(asked, position * 0, entry)),
+    "noise of the position before": noisy(lambda asked, position, entry: _noise(asked, position - 1, entry)),
     "high word of the seed ignored": noisy(
         lambda asked, *rest: _noise(dataclasses.replace(asked, seed=(asked.seed[0], asked.seed[1] * 0)), *rest)
     ),
@@ -287,7 +296,10 @@ MISTAKES: dict[str, Mistake] = {
         lambda asked, *rest: _noise(dataclasses.replace(asked, seed=asked.seed[::-1]), *rest)
     ),
     "the other word of the noise": lambda patch: patch.setattr(phase, "threefry2x32", second_word),
-    "entries past the vocabulary": lambda patch: patch.setattr(phase, "masked_logits", lambda plan, logits: logits),
+    "entries past the vocabulary": lambda patch: patch.setattr(
+        phase, "load_logits", lambda out, row, logits, size: load_logits(out, row, logits, size + 1)
+    ),
+    "entries numbered down the segments": lambda patch: patch.setattr(phase, "entries", first_in_columns),
 }
 
 
@@ -348,7 +360,7 @@ def test_log_probability_is_of_the_raw_logits() -> None:
     ):
         logits = logits_named(name, 200)
         run = kernel(200, len(DRAWS))
-        tokens, logprobs = run(*request(params, ALL_SEEDS, ALL_POSITIONS), lanes_of(logits))
+        tokens, logprobs = run(*request(params, ALL_SEEDS, ALL_POSITIONS), head_output(logits))
         exact = scipy.special.log_softmax(logits.astype(np.float64))[np.asarray(tokens)]
         np.testing.assert_allclose(logprobs, exact, rtol=0, atol=2e-6 * max(1.0, -exact.min()))
 

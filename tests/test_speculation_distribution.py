@@ -27,9 +27,8 @@ from jax.experimental import pallas as pl
 from speculating import GREEDY, Scripted
 
 from megakernel import kernel, make_plan, memory, rounds
-from megakernel.memory import DRAFTS, POSITION, TOKEN, Buffer
+from megakernel.memory import DRAFTS, POSITION, TOKEN
 from megakernel.phases import sample
-from megakernel.plan import Plan
 from megakernel.session import SlotRequest, _request_arrays
 from model.config import ModelConfig
 from model.sampling import SamplingParams
@@ -68,9 +67,6 @@ class Coupled(Scripted):
     rounded: bool = False
     name: str = "coupled"
 
-    def vmem(self, plan: Plan) -> dict[str, Buffer]:
-        return {"coupled_scratch": Buffer((1, 128), "float32")}
-
     def propose(self, step: Any, index: Any) -> Any:
         plan, refs = step.plan, step.refs
         other = TABLE + np.random.default_rng(1).normal(0, 0.6, TABLE.shape).astype(np.float32)
@@ -81,7 +77,10 @@ class Coupled(Scripted):
             token = refs.current[TOKEN, sequence]
             for k in range(plan.tokens - 1):
                 position = refs.current[POSITION, sequence] + 1 + k
-                token = sample.choose_token(line(table, token), refs.coupled_scratch, how, position)
+                refs.out_head[:1, :128] = line(table, token)
+                sample.load_logits(refs.out_head, jnp.int32(0), refs.row_logits, VOCAB)
+                scratch = sample.Scratch(refs.scaled_logits, refs.logit_mass)
+                token = sample.choose_token(refs.row_logits, scratch, how, position)
                 refs.drafts[k * plan.sequences + sequence] = token
             refs.current[DRAFTS, sequence] = jnp.int32(plan.tokens - 1)
 

@@ -6,23 +6,25 @@ within what is left reaches p. Equal logits rank by lowest index. Adding Gumbel 
 from the softmax of what is kept (Gumbel 1954; Maddison et al., arXiv 1411.0030).
 
 Ranks are never sorted: a threshold is found by bisection on the bits of the float, and ties on it by bisection on the
-index, so every pass is a masked sum over the vocabulary. Rows are sampled one by one, in an array of one row, so that a
-row's sums do not depend on its neighbours.
+index, so every pass is a masked sum over the vocabulary, in pieces (`megakernel.vocabulary`). Rows are sampled one by
+one, in arrays of their own, so that a row's sums do not depend on its neighbours.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
-from megakernel.control import when, when_at
+from megakernel.control import when
 from megakernel.phases.random import gumbel, threefry2x32
-from megakernel.plan import Plan
 from megakernel.stream import Ref, Scalar
+from megakernel.vocabulary import aligned, entries, for_pieces, highest, lowest_entry, tile_of, total
 
 TEMPERATURE, TOP_P, MIN_P = range(3)
 """Lanes of the `sampling_floats` request."""
@@ -49,93 +51,146 @@ class RowSampling:
         return cls(temperature, top_p, min_p, ints[sequence, TOP_K], seed)
 
 
-def choose_token(logits: jax.Array, scratch: Ref, sampling: RowSampling, position: Scalar) -> Scalar:
+class Scratch(NamedTuple):
+    """Two arrays of a row's shape, [segments, lanes] f32."""
+
+    scaled: Ref
+    mass: Ref
+
+
+def load_logits(out: Ref, row: Scalar, logits: Ref, size: int) -> Scalar:
+    """Brings row `row` of a head's output into `logits`, -inf past the vocabulary.
+
+    Args:
+      out: [rows, at least segments * lanes] f32; logits: [segments, lanes] f32, overwritten; size: of the vocabulary.
+    Returns:
+      how many logits are NaN or infinite.  # [] f32
+    """
+    segments, lanes = logits.shape
+
+    def bring(columns: Any) -> jax.Array:
+        for segment in range(segments):
+            at = aligned(segment * lanes + columns.start, columns.size)
+            logits[segment : segment + 1, columns] = out[pl.ds(row, 1), at]
+        x, exists = logits[:, columns], entries(logits.shape, columns) < size
+        logits[:, columns] = jnp.where(exists, x, -jnp.inf)
+        return jnp.where(exists & jnp.logical_not(jnp.abs(x) < jnp.inf), 1.0, 0.0)
+
+    return jnp.max(total(logits.shape, bring))
+
+
+def choose_token(logits: Ref, scratch: Scratch, sampling: RowSampling, position: Scalar) -> Scalar:
     """The next token of one row.
 
     Args:
-      logits: [1, lanes] f32 from `masked_logits`; scratch: the same shape, overwritten.
+      logits: [segments, lanes] f32 from `load_logits`; scratch: overwritten if the token is drawn.
       position: that the new token will have in its sequence.
     Returns:
       [] i32
     """
-    scratch[...] = logits
 
-    @when_at(sampling.temperature > 0.0, position)
-    def draw(position: Scalar) -> None:
-        scratch[...] = scratch[...] / sampling.temperature
-        _filter(scratch, sampling)
-        scratch[...] += _noise(sampling, position, scratch.shape)
+    def draw(position: Scalar) -> Scalar:
+        shape, scaled = logits.shape, scratch.scaled
 
-    return argmax(scratch[...])
+        def scale(columns: Any) -> jax.Array:
+            x = logits[:, columns] / sampling.temperature
+            scaled[:, columns] = x
+            return x
 
+        def disturb(columns: Any, _: None) -> None:
+            scaled[:, columns] += _noise(sampling, position, entries(shape, columns))
 
-def masked_logits(plan: Plan, logits: jax.Array) -> jax.Array:
-    """-inf past the vocabulary.  # [1, lanes] f32"""
-    lane = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return jnp.where(lane < plan.config.vocab_size, logits, -jnp.inf)
+        _filter(scratch, highest(shape, scale), sampling)
+        for_pieces(shape, disturb)
+        return argmax(scaled)
 
-
-def argmax(x: jax.Array) -> Scalar:
-    """Lowest index of the maximum.  # [1, n] -> [] i32"""
-    lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return jnp.min(jnp.where(x == jnp.max(x), lane, x.shape[1] - 1))
+    drawn = (sampling.temperature > 0.0).astype(jnp.int32)
+    return lax.fori_loop(0, drawn, lambda turn, _: draw(position + turn), argmax(logits))
 
 
-def log_probability(logits: jax.Array, token: Scalar) -> Scalar:
-    """log softmax of the raw logits at `token`.  # logits [1, lanes] f32 from `masked_logits` -> [] f32"""
-    lane = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    highest = jnp.max(logits)
-    total = jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True)
-    at_token = jnp.sum(jnp.where(lane == token, logits, 0.0), axis=-1, keepdims=True)
-    return jnp.max(at_token - highest - jnp.log(total))
+def argmax(x: Ref) -> Scalar:
+    """Lowest entry of the maximum.  # [segments, lanes] f32 -> [] i32"""
+    best = highest(x.shape, lambda columns: x[:, columns])
+    return lowest_entry(x.shape, lambda columns: x[:, columns] == best)
 
 
-def _noise(sampling: RowSampling, position: Scalar, shape: tuple[int, ...]) -> jax.Array:
-    entry = lax.broadcasted_iota(jnp.int32, shape, 1).astype(jnp.uint32)
-    bits, _ = threefry2x32(sampling.seed, (jnp.full(shape, position, jnp.int32).astype(jnp.uint32), entry))
+def log_probability(logits: Ref, token: Scalar) -> Scalar:
+    """log softmax of the raw logits at `token`.  # logits [segments, lanes] f32 from `load_logits` -> [] f32"""
+    best = highest(logits.shape, lambda columns: logits[:, columns])
+    mass = total(logits.shape, lambda columns: jnp.exp(logits[:, columns] - best))
+    tile, here = tile_of(logits.shape, token)
+    at_token = jnp.sum(jnp.sum(jnp.where(here, logits[:, tile], 0.0), axis=0, keepdims=True), axis=1, keepdims=True)
+    return jnp.max(at_token - best - jnp.log(mass))
+
+
+def _noise(sampling: RowSampling, position: Scalar, entry: jax.Array) -> jax.Array:
+    """Gumbel noise of vocabulary entries.  # [segments, columns] i32 -> [segments, columns] f32"""
+    at = jnp.full(entry.shape, position, jnp.int32).astype(jnp.uint32)
+    bits, _ = threefry2x32(sampling.seed, (at, entry.astype(jnp.uint32)))
     return gumbel(bits)
 
 
-def _filter(scaled: Ref, sampling: RowSampling) -> None:
-    """Sets what min-p, top-k and top-p drop to -inf, in that order; a filter runs only if it is asked for."""
+def _filter(scratch: Scratch, best: jax.Array, sampling: RowSampling) -> None:
+    """Sets what min-p, top-k and top-p drop to -inf, in that order; a filter runs only if it is asked for.
+
+    `best` is the maximum of `scratch.scaled`, which no filter drops.  # [1, 1] f32
+    """
+    scaled, shape = scratch.scaled, scratch.scaled.shape
 
     @when(sampling.min_p > 0.0)
     def drop_unlikely() -> None:
-        x = scaled[...]
-        scaled[...] = jnp.where(jnp.exp(x - jnp.max(x)) < sampling.min_p, -jnp.inf, x)
+        def drop(columns: Any, _: None) -> None:
+            x = scaled[:, columns]
+            scaled[:, columns] = jnp.where(jnp.exp(x - best) < sampling.min_p, -jnp.inf, x)
+
+        for_pieces(shape, drop)
 
     @when(sampling.top_k > 0)
     def keep_likeliest() -> None:
-        x = scaled[...]
-        quota = jnp.full((1, 1), sampling.top_k, jnp.int32).astype(jnp.float32)
-        scaled[...] = jnp.where(_within_quota(x, jnp.ones(x.shape, jnp.float32), quota), x, -jnp.inf)
+        def count(columns: Any, _: None) -> None:
+            scratch.mass[:, columns] = jnp.ones((shape[0], columns.size), jnp.float32)
+
+        for_pieces(shape, count)
+        _keep_within(jnp.full((1, 1), sampling.top_k, jnp.int32).astype(jnp.float32), scratch)
 
     @when(sampling.top_p < 1.0)
     def keep_nucleus() -> None:
-        x = scaled[...]
-        mass = jnp.exp(x - jnp.max(x))
-        quota = sampling.top_p * jnp.sum(mass, axis=-1, keepdims=True)
-        scaled[...] = jnp.where(_within_quota(x, mass, quota), x, -jnp.inf)
+        def weigh(columns: Any) -> jax.Array:
+            mass = jnp.exp(scaled[:, columns] - best)
+            scratch.mass[:, columns] = mass
+            return mass
+
+        _keep_within(sampling.top_p * total(shape, weigh), scratch)
 
 
-def _within_quota(x: jax.Array, mass: jax.Array, quota: jax.Array) -> jax.Array:
-    """Entries such that the mass of all entries ranked before them is below the quota.
+def _keep_within(quota: jax.Array, scratch: Scratch) -> None:
+    """Keeps the entries such that the mass of all entries ranked before them is below the quota.
 
-    Rank: larger x first, then lower index. All [1, n] f32, quota [1, 1] f32.
+    Rank: larger first, then lower index. The others become -inf.  # quota [1, 1] f32
     """
-    key = sortable(x)
+    scaled, shape = scratch.scaled, scratch.scaled.shape
 
-    def mass_where(condition: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(condition, mass, 0.0), axis=-1, keepdims=True)
+    def mass_where(condition: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        def weigh(columns: Any) -> jax.Array:
+            chosen = condition(sortable(scaled[:, columns]), entries(shape, columns))
+            return jnp.where(chosen, scratch.mass[:, columns], 0.0)
+
+        return total(shape, weigh)
 
     # The lowest threshold whose strictly larger entries weigh less than the quota: everything above it is in.
-    threshold = _bisect(jnp.full(quota.shape, _LOWEST_KEY, jnp.int32), 32, lambda t: mass_where(key > t) >= quota)
-    above, ties = key > threshold, key == threshold
-    room = quota - mass_where(above)
-    lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    bits = max(1, (x.shape[1] - 1).bit_length())
-    last = _bisect(jnp.zeros(quota.shape, jnp.int32), bits, lambda i: mass_where(ties & (lane <= i)) < room)
-    return above | (ties & (lane <= last))
+    lowest, first = jnp.full(quota.shape, _LOWEST_KEY, jnp.int32), jnp.zeros(quota.shape, jnp.int32)
+    threshold = _bisect(lowest, 32, lambda t: mass_where(lambda key, entry: key > t) >= quota)
+    room = quota - mass_where(lambda key, entry: key > threshold)
+    bits = (shape[0] * shape[1] - 1).bit_length()
+    last = _bisect(first, bits, lambda i: mass_where(lambda key, entry: (key == threshold) & (entry <= i)) < room)
+
+    def drop(columns: Any, _: None) -> None:
+        x = scaled[:, columns]
+        key = sortable(x)
+        kept = (key > threshold) | ((key == threshold) & (entries(shape, columns) <= last))
+        scaled[:, columns] = jnp.where(kept, x, -jnp.inf)
+
+    for_pieces(shape, drop)
 
 
 def _bisect(start: jax.Array, bits: int, too_low: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from megakernel.layers import Step
-from megakernel.memory import DRAFTS, Buffer
+from megakernel.memory import DRAFTS, Buffer, head_output
 from megakernel.plan import POSITION_GROUP, Plan, PlanError
 from megakernel.program import LANES, Column, Matrix, round_up
 from model.config import ModelConfig
@@ -119,7 +119,7 @@ class DSparkDrafter:
             "draft_read": Buffer((rows, own.num_heads, own.head_dim), "float32"),
             "draft_page": Buffer((2, plan.page, lanes), plan.activations),
             "draft_group": Buffer((plan.sequences, plan.group_positions, lanes), plan.activations),
-            "draft_scaled": Buffer((1, self._vocabulary(plan)), "float32"),
+            "out_draft_head": head_output(plan, "draft_head"),
         }
 
     def weights(self, plan: Plan) -> dict[str, Buffer]:

@@ -6,40 +6,53 @@ position: where drafter and target agree on the distribution, they agree on the 
 
 from __future__ import annotations
 
-import jax
+import functools
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from megakernel.layers import Step
 from megakernel.memory import POSITION, TOKEN
 from megakernel.phases import sample
 from megakernel.phases.linear import dot, whole_tiles, widened
 from megakernel.plan import POSITION_GROUP
+from megakernel.program import LANES, round_up
 from megakernel.stream import EmbeddingRows, Scalar
+from megakernel.vocabulary import PIECE_REGISTERS, for_columns
 from spec_decode.dspark.config import DSparkConfig
 
 
 def draft_left_to_right(config: DSparkConfig, step: Step) -> None:
     """Writes `drafts[k * sequences + s]` for every slot k."""
     plan, refs = step.plan, step.refs
-    sequences = plan.sequences
-    previous = step.all_current(TOKEN)
-    positions = step.all_current(POSITION)
-    samplings = [sample.RowSampling.of(refs.sampling_floats, refs.sampling_ints, s) for s in range(sequences)]
-    for slot in range(plan.tokens - 1):
-        bias = _bias(step, previous)
-        for sequence in range(sequences):
-            row = slot * sequences + sequence
-            logits = sample.masked_logits(plan, refs.out_draft_head[row : row + 1] + bias[sequence : sequence + 1])
-            token = sample.choose_token(logits, refs.draft_scaled, samplings[sequence], positions[sequence] + slot + 1)
-            token = jnp.minimum(token, config.vocab_size - 1)
-            refs.drafts[row] = token
-            previous[sequence] = token
+    scratch = sample.Scratch(refs.scaled_logits, refs.logit_mass)
+
+    def one_slot(slot: Scalar, _: None) -> None:
+        _add_bias(step, slot)
+        lax.fori_loop(0, plan.sequences, functools.partial(one, slot), None)
+
+    def one(slot: Scalar, sequence: Scalar, _: None) -> None:
+        row = slot * plan.sequences + sequence
+        sample.load_logits(refs.out_draft_head, row, refs.row_logits, config.vocab_size)
+        sampling = sample.RowSampling.of(refs.sampling_floats, refs.sampling_ints, sequence)
+        position = refs.current[POSITION, sequence] + slot + 1
+        token = sample.choose_token(refs.row_logits, scratch, sampling, position)
+        refs.drafts[row] = jnp.minimum(token, config.vocab_size - 1)
+
+    lax.fori_loop(0, plan.tokens - 1, one_slot, None)
 
 
-def _bias(step: Step, previous: list[Scalar]) -> jax.Array:
-    """Row s is the bias of sequence s.  # [at least sequences, vocabulary lanes] f32"""
+def _token_before(step: Step, slot: Scalar, sequence: int) -> Scalar:
+    before = jnp.maximum(slot - 1, 0) * step.plan.sequences + sequence
+    return jnp.where(slot > 0, step.refs.drafts[before], step.current(TOKEN, sequence))
+
+
+def _add_bias(step: Step, slot: Scalar) -> None:
+    """Adds to the base logits of a slot what the token before it says, in pieces of the vocabulary."""
     plan, refs = step.plan, step.refs
+    previous = [_token_before(step, slot, sequence) for sequence in range(plan.sequences)]
     EmbeddingRows(plan, refs.draft_markov_w1, refs.draft_markov_rows, refs.draft_done).fetch(previous)
     at = lax.broadcasted_iota(jnp.int32, (POSITION_GROUP, 1), 0)
     found = []
@@ -47,5 +60,20 @@ def _bias(step: Step, previous: list[Scalar]) -> jax.Array:
         group = widened(refs.draft_markov_rows[sequence])
         found.append(jnp.sum(jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0), axis=0, keepdims=True))
     rows = max(plan.sequences, plan.target.min_product_rows)
-    rank = refs.draft_markov_out.shape[0]
-    return dot(plan, whole_tiles(found, rows)[:, :rank].astype(plan.activations), refs.draft_markov_out[...])
+    rank, lanes = refs.draft_markov_out.shape
+    operand = whole_tiles(found, rows)[:, :rank].astype(plan.activations)
+
+    def add(columns: Any, _: None) -> None:
+        bias = dot(plan, operand, refs.draft_markov_out[:, columns])  # [at least sequences, columns] f32
+        for sequence in range(plan.sequences):
+            row = pl.ds(slot * plan.sequences + sequence, 1)
+            refs.out_draft_head[row, columns] += bias[sequence : sequence + 1]
+
+    for_columns(lanes, _piece(lanes, plan.block_n, rows), add)
+
+
+def _piece(lanes: int, block_n: int, rows: int) -> int:
+    """Whole blocks whose product with `rows` rows stays within a piece's registers."""
+    most = max(1, PIECE_REGISTERS * 8 // round_up(rows, 8) * LANES // block_n)
+    blocks = lanes // block_n
+    return block_n * max(count for count in range(1, blocks + 1) if blocks % count == 0 and count <= most)
