@@ -160,6 +160,8 @@ def _plan(options: argparse.Namespace) -> None:
     plan = make_plan(
         config,
         target,
+        cores=options.cores,
+        expert_groups=options.expert_groups,
         sequences=options.sequences,
         context=options.context,
         ring_depth=options.ring_depth,
@@ -239,6 +241,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="show the kernel's plan of a model", description="Shows a plan.")
     plan.add_argument("model", help=f"{', '.join(sorted(PRESETS))}, or a checkpoint folder")
     plan.add_argument("--target", default="v7x", help=f"{', '.join(TARGETS)} (%(default)s)")
+    plan.add_argument("--cores", type=int, default=1, metavar="N", help="cores that share the model (%(default)s)")
+    plan.add_argument("--expert-groups", type=int, metavar="N", help="groups of whole experts (whatever reads least)")
     plan.add_argument("--sequences", type=int, default=1, metavar="N", help="sequences together (%(default)s)")
     plan.add_argument("--context", type=int, metavar="N", help="positions of a sequence (the model's, at most 4096)")
     plan.add_argument("--ring-depth", type=int, metavar="N", help="tape blocks in flight (as many as fit)")

@@ -11,8 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from megakernel import memory, program
 from megakernel.plan import Plan
-from megakernel.report import plural, size
-from megakernel.timeline import Copy, Family, Work, copies_of, family_of, layer_boundary, round_boundary, work_of
+from megakernel.report import place, plural, size
+from megakernel.timeline import (
+    Copy,
+    Family,
+    Work,
+    copies_of,
+    family_of,
+    layer_boundary,
+    round_boundary,
+    tape_sections,
+    work_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,9 +70,7 @@ def draw_plan(plan: Plan) -> Figure:
         raise DrawingError("drawing needs matplotlib: pip install one-launch[notebooks]") from error
     figure = Figure(figsize=(11, 11.5), layout="constrained")
     tape, vmem, layers, tokens = figure.subplots(4, 1, height_ratios=(1, 2, 5, 5))
-    figure.suptitle(
-        f"{plan.config.name} on one core of {plan.target.name}, {plural(plan.sequences, 'sequence')}", color=_INK
-    )
+    figure.suptitle(f"{plan.config.name} on {place(plan)}, {plural(plan.sequences, 'sequence')}", color=_INK)
     draw_tape(tape, plan)
     draw_vmem(vmem, plan)
     work = work_of(plan, rounds=2)
@@ -80,18 +88,25 @@ def draw_plan(plan: Plan) -> Figure:
 
 
 def tape_segments(plan: Plan) -> list[tuple[int, int, Family, int]]:
-    """(first block, blocks, family, layer) along one step; neighbours of one family and layer are one segment."""
+    """(first row, rows, family, layer) along one step; neighbours of one family and layer are one segment.
+
+    Rows that stay empty, as behind the last matrix of a section, count with what is before them.
+    """
     segments: list[tuple[int, int, Family, int]] = []
-    block = 0
-    for layer, matrix in _tape_order(plan):
-        blocks, family = plan.tiling(matrix).blocks, family_of(matrix)
-        if segments and segments[-1][2:] == (family, layer):
-            first, count, *_ = segments[-1]
-            segments[-1] = (first, count + blocks, family, layer)
-        else:
-            segments.append((block, blocks, family, layer))
-        block += blocks
+    for section, layer, block in tape_sections(plan):
+        starts = [(_row(plan, block, matrix), family_of(matrix)) for matrix in plan.sections[section]]
+        ends = [*(row for row, _ in starts[1:]), (block + plan.section_blocks(section)) * plan.block_rows]
+        for (start, family), end in zip(starts, ends, strict=True):
+            if segments and segments[-1][2:] == (family, layer):
+                start = segments.pop()[0]
+            segments.append((start, end - start, family, layer))
     return segments
+
+
+def _row(plan: Plan, block: int, matrix: program.Matrix) -> int:
+    """The row of the tape with which a matrix begins, in the section that begins with `block`."""
+    cut = plan.tilings[matrix.name].panels[0].cuts[0]
+    return (block + cut.block) * plan.block_rows + cut.row
 
 
 def vmem_groups(plan: Plan) -> dict[str, int]:
@@ -109,8 +124,9 @@ def draw_tape(axes: Axes, plan: Plan) -> None:
     """The tape of one step from left to right, coloured by phase, with the layers' boundaries."""
     segments = tape_segments(plan)
     single = plan.tape_blocks <= _MOST_CELLS
-    for first, blocks, family, _ in segments:
-        cells = [(i, 1) for i in range(first, first + blocks)] if single else [(first, blocks)]
+    for first, rows, family, _ in segments:
+        whole = [(first / plan.block_rows, rows / plan.block_rows)]
+        cells = list(_cells(plan, first, first + rows)) if single else whole
         edge = "white" if single else COLOURS[family]
         axes.broken_barh(cells, (0, 1), facecolor=COLOURS[family], edgecolor=edge, linewidth=0.6)
     starts = [attention for attention, _ in plan.layer_starts]
@@ -129,6 +145,14 @@ def draw_tape(axes: Axes, plan: Plan) -> None:
         loc="left", fontsize=10, pad=18, color=_INK,
     )  # fmt: skip
     _bare(axes)
+
+
+def _cells(plan: Plan, start: int, end: int) -> Iterator[tuple[float, float]]:
+    """(start, length), counted in blocks, of the parts of a stretch of rows that lie in one block each."""
+    while start < end:
+        stop = min(end, (start // plan.block_rows + 1) * plan.block_rows)
+        yield start / plan.block_rows, (stop - start) / plan.block_rows
+        start = stop
 
 
 def draw_vmem(axes: Axes, plan: Plan) -> None:
@@ -170,7 +194,7 @@ def draw_timeline(axes: Axes, plan: Plan, work: Sequence[Work], centre: int, tit
     _lane_labels(axes, plan, rows)
     axes.axvline(centre, color=_INK, linewidth=1.4)
     axes.set(xlim=(first, last), ylim=(max(rows.values()) + 1.1, -_WORK_HEIGHT - 0.1))
-    blocks = {i: work[i].block for i in range(first, last)}
+    blocks = {i: work[i].block for i in range(first, last) if work[i].first}
     ticks = {i + 0.5: str(block) for i, block in blocks.items() if block is not None and block % 5 == 0}
     axes.set_xticks(list(ticks), list(ticks.values()), fontsize=7)
     axes.set_xlabel("block of the endless tape (order of work, not time)", fontsize=9)
@@ -206,17 +230,6 @@ def _runs(work: Sequence[Work], first: int, last: int) -> Iterator[tuple[str, Fa
         if i == last or (work[i].name, work[i].layer) != (work[start].name, work[start].layer):
             yield work[start].name, work[start].family, start, i
             start = i
-
-
-def _tape_order(plan: Plan) -> Iterator[tuple[int, program.Matrix]]:
-    for layer in range(plan.config.num_hidden_layers):
-        for matrix in program.attention_matrices(plan.config, layer):
-            yield layer, matrix
-        for matrix in program.ffn_matrices(plan.config, layer):
-            yield layer, matrix
-    drafts = plan.drafter.matrices() if plan.drafter else ()
-    for matrix in (*program.head_matrices(plan.config), *drafts):
-        yield plan.config.num_hidden_layers, matrix
 
 
 def _patch(colour: str, label: str, outlined: bool = False, hatch: str | None = None) -> Any:

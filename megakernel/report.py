@@ -10,17 +10,28 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from megakernel.split import split_choices
+
 if TYPE_CHECKING:
     from megakernel.aot import AotReport
     from megakernel.plan import Plan
 
 _BAR = 30
 _SMALL_SHARE = 0.01
+_LOADS = (1, 2, 4, 8)
+"""Rows of the steps for which divisions of the experts are compared."""
 
 
 def plan_text(plan: Plan) -> str:
     """Model, target, tape, ring, memory maps and the bytes of a step."""
-    return "\n".join([*_heading(plan), "", *_memory(plan), "", *_step(plan)])
+    parts = (_heading(plan), _split(plan), _memory(plan), _step(plan))
+    return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
+
+
+def place(plan: Plan) -> str:
+    """What a plan counts: `one core of v7x`, or `one of 32 cores of v7x`."""
+    cores = plan.split.cores
+    return f"{'one core' if cores == 1 else f'one of {cores} cores'} of {plan.target.name}"
 
 
 def size(count: float) -> str:
@@ -49,9 +60,8 @@ def floor_seconds(plan: Plan) -> float | None:
 
 def _heading(plan: Plan) -> Iterator[str]:
     config, number = plan.config, {"float32": "f32", "bfloat16": "bf16"}
-    fill = plan.tape_parameters / (plan.tape_blocks * plan.block_rows * plan.block_lanes)
     kinds = f"{len(config.kda_layers)} KDA + {len(config.mla_layers)} MLA"
-    yield f"{config.name} on {plan.target.name}, one core"
+    yield f"{config.name} on {place(plan)}"
     yield (
         f"  model    {config.num_hidden_layers} layers ({kinds}; {plan.moe_layers} MoE), "
         f"hidden {config.hidden_size:,}, vocabulary {config.vocab_size:,}"
@@ -64,8 +74,9 @@ def _heading(plan: Plan) -> Iterator[str]:
         drafts = plural(plan.tokens - 1, "token")
         yield f"  drafter  {plan.drafter.name}: {drafts} drafted and verified a round, {plural(plan.live_rows, 'row')}"
     yield (
-        f"  tape     {plural(plan.tape_blocks, 'block')} of {plan.block_rows} x {plan.block_lanes} {number[plan.weights]} "
-        f"({size(plan.block_bytes)}), {size(plan.tape_bytes)}; {fill:.1%} filled with weights"
+        f"  tape     {plural(plan.tape_blocks, 'block')} of {plan.block_rows} x {plan.block_lanes} "
+        f"{number[plan.weights]} ({size(plan.block_bytes)}), {size(plan.tape_bytes)}; "
+        f"{_fill(plan):.1%} filled with weights"
     )
     if plan.tape_is_resident:
         yield f"  ring     resident: all {plan.tape_blocks} blocks fit, so the tape is read once a launch"
@@ -78,6 +89,46 @@ def _heading(plan: Plan) -> Iterator[str]:
             f"{config.num_experts_per_token} a token, at most {plan.max_distinct_experts} distinct a step; "
             f"{plural(plan.expert_slots, 'slot')}"
         )
+
+
+def _split(plan: Plan) -> Iterator[str]:
+    """How the experts of a layer are divided, and what other divisions would cost."""
+    chosen = plan.split
+    if chosen.cores == 1 or not plan.moe_layers:
+        return
+    yield "Division of the routed experts: groups of experts x parts of each; the busiest core is expected to read, in"
+    yield "whole experts a layer (rows choosing independently, drawn 4,000 times):"
+    yield f"  {'division':<18}" + "".join(f"{plural(rows, 'row'):>10}" for rows in _LOADS)
+    for split in split_choices(chosen.config, chosen.cores):
+        division = f"{split.expert_groups} x {split.expert_parts}"
+        loads = "".join(f"{split.expected_load(rows):>10.3f}" for rows in _LOADS)
+        yield f"  {division:<18}{loads}" + ("  chosen" if split == chosen else "")
+
+
+def busiest_weight_bytes(plan: Plan) -> float:
+    """Bytes of tape and experts, padding included, that a step of one row is expected to need on the busiest core."""
+    if not plan.moe_layers:
+        return plan.tape_bytes
+    expert = plan.split.expert_parts * plan.expert_bytes
+    return plan.tape_bytes + plan.moe_layers * plan.split.expected_load(1) * expert
+
+
+def even_weight_bytes(plan: Plan) -> float:
+    """Bytes of the weights of a step of one row, each counted once and without padding, over the number of cores."""
+    from megakernel.plan import BYTES
+
+    config = plan.config
+    entries = 3 * config.routed_expert_hidden_size * config.moe_intermediate_size
+    bits = 16 if config.expert_format == "bf16" else 4 + 8 / 32
+    experts = plan.moe_layers * config.num_experts_per_token * entries * bits / 8
+    return (plan.tape_parameters * BYTES[plan.weights] + experts) / plan.split.cores
+
+
+def _fill(plan: Plan) -> float:
+    """Share of the tapes of all cores that holds weights; a drafter's are on every one."""
+    drafts = sum(matrix.parameters for matrix in plan.sections.get("draft", ()))
+    own = (plan.tape_parameters - drafts) / plan.split.cores + drafts
+    return own / (plan.tape_blocks * plan.block_rows * plan.block_lanes)
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -99,6 +150,11 @@ def _step(plan: Plan) -> Iterator[str]:
     total = sum(moved.values())
     yield f"Bytes between HBM and VMEM in one step at position {plan.context // 2:,}, at most: {size(total)}"
     yield from _bars(moved)
+    busiest, even = busiest_weight_bytes(plan), even_weight_bytes(plan)
+    yield (
+        f"Weights of a step of one row on the busiest core, expected: {size(busiest)}, {busiest / even:.3f} times the "
+        f"{size(even)} of an even division without padding"
+    )
     floor = floor_seconds(plan)
     if floor is None:
         yield f"No floor of time: {plan.target.name} has no memory bandwidth that means anything to a plan."
@@ -108,7 +164,8 @@ def _step(plan: Plan) -> Iterator[str]:
         f"Floor of a step (predicted: bytes / {plan.target.hbm_bytes_per_s / 1e9:,.0f} GB/s): {duration(floor)}, "
         f"so at most {plan.live_rows / floor:,.0f} tokens/s" + (" if every draft is accepted." if plan.drafter else ".")
     )
-    yield "Computing, latencies and whatever does not overlap come on top; no TPU was measured."
+    exchanges = ", exchanges between cores" if plan.split.cores > 1 else ""
+    yield f"Computing, latencies{exchanges} and whatever does not overlap come on top; no TPU was measured."
 
 
 def _bars(used: Mapping[str, int]) -> Iterator[str]:

@@ -1,18 +1,19 @@
 """What is in flight when: the work of consecutive rounds in order, and every copy with the work that it spans.
 
-Order only, no durations: one unit of work is one tape block's product or one phase without a tape block. The order is
-that of `layers` and `kernel.decode_rounds`; the copies follow the rules of `stream`. The first copies of a launch's
-ring and vectors start before work 0. A drafter's own copies are not shown.
+Order only, no durations: one unit of work is what one matrix has in one tape block, or one phase without a tape block.
+The order is that of `layers` and `kernel.decode_rounds`; the copies follow the rules of `stream`. The first copies of a
+launch's ring and vectors start before work 0. A drafter's own copies and what cores exchange are not shown.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from megakernel import program
 from megakernel.plan import Plan
+from megakernel.tiling import Tiling
 
 Family = Literal[
     "KDA", "MLA", "dense FFN", "routing", "shared experts", "routed experts", "LM head", "drafter", "other"
@@ -21,23 +22,39 @@ FAMILIES: dict[str, Family] = {
     "kda": "KDA",
     "mla": "MLA",
     "dense": "dense FFN",
-    "route": "routing",
+    "router": "routing",
+    "latent": "routing",
     "shared": "shared experts",
     "routed": "routed experts",
     "head": "LM head",
 }
 """Family of a matrix by the first word of its name."""
+PHASE_FAMILIES: dict[str, Family] = {
+    "replay": "KDA",
+    "recurrence": "KDA",
+    "attention": "MLA",
+    "route": "routing",
+    "experts": "routed experts",
+    "draft": "drafter",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """`block` counts from the start of the launch; None for a phase that reads no tape block."""
+    """What matrix `name` has in a tape block, or a phase.
+
+    Attributes:
+      block: counts from the start of the launch; None for a phase that reads no tape block.
+      first: the block is waited for here; last: it is given back after this work.
+    """
 
     name: str
     family: Family
     round: int
     layer: int
     block: int | None = None
+    first: bool = False
+    last: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,42 +77,62 @@ def family_of(matrix: program.Matrix) -> Family:
     return FAMILIES.get(matrix.name.split("_")[0], "drafter")
 
 
+def tape_sections(plan: Plan) -> Iterator[tuple[str, int, int]]:
+    """(section, layer, first block) along the tape of one step; head and drafter count as a layer after the last."""
+    block = 0
+    for place, section in enumerate(program.section_order(plan.config)):
+        yield section, place // 2, block
+        block += plan.section_blocks(section)
+    if "draft" in plan.sections:
+        yield "draft", plan.config.num_hidden_layers, block
+
+
 def work_of(plan: Plan, rounds: int = 1) -> list[Work]:
     """The work of `rounds` rounds from the start of a launch."""
-    work: list[Work] = []
-    config, layers = plan.config, plan.config.num_hidden_layers
-    for number in range(rounds):
-        block = number * plan.tape_blocks
-
-        def stream(layer: int, matrix: program.Matrix, number: int = number) -> None:
-            nonlocal block
-            for _ in range(plan.tiling(matrix).blocks):
-                work.append(Work(matrix.name, family_of(matrix), number, layer, block))
-                block += 1
-
-        work.append(Work("embed", "other", number, -1))
-        for layer in range(layers):
-            matrices = (*program.attention_matrices(config, layer), *program.ffn_matrices(config, layer))
-            for matrix in matrices:
-                for phase in _phases_before(plan, matrix):
-                    work.append(Work(phase, family_of(matrix), number, layer))
-                stream(layer, matrix)
-                if matrix.name == _experts_after(matrices):
-                    work.append(Work("experts", "routed experts", number, layer))
-        for matrix in program.head_matrices(config):
-            stream(layers, matrix)
-        work.append(Work("sample", "other", number, layers))
-        if plan.drafter:
-            for matrix in plan.drafter.matrices():
-                stream(layers, matrix)
-            work.append(Work("draft", "other", number, layers))
-    return work
+    return [item for number in range(rounds) for item in _round_work(plan, number)]
 
 
-def _phases_before(plan: Plan, matrix: program.Matrix) -> tuple[str, ...]:
-    if matrix.name == "kda_out":
+def _round_work(plan: Plan, number: int) -> Iterator[Work]:
+    def phase(name: str, layer: int) -> Work:
+        return Work(name, PHASE_FAMILIES.get(name, "other"), number, layer)
+
+    yield phase("embed", -1)
+    for section, layer, start in tape_sections(plan):
+        for matrix in plan.sections[section]:
+            yield from (phase(name, layer) for name in _phases_before(plan, matrix.name))
+            for block, first, last in _blocks_of(plan.tilings[matrix.name]):
+                at = number * plan.tape_blocks + start + block
+                yield Work(matrix.name, family_of(matrix), number, layer, at, first, last)
+            yield from (phase(name, layer) for name in _phases_after(plan, matrix.name))
+        if section == "head":
+            yield phase("sample", layer)
+    if plan.drafter:
+        yield phase("draft", plan.config.num_hidden_layers)
+
+
+def _blocks_of(tiling: Tiling) -> Iterator[tuple[int, bool, bool]]:
+    """(block of the section, waited for, given back) for each block that holds some of a matrix."""
+    cuts = [cut for panel in tiling.panels for cut in panel.cuts]
+    for block in tiling.blocks:
+        own = [cut for cut in cuts if cut.block == block]
+        yield block, any(cut.first for cut in own), any(cut.last for cut in own)
+
+
+def _phases_before(plan: Plan, matrix: str) -> tuple[str, ...]:
+    if matrix == "kda_out":
         return ("replay", "recurrence") if plan.tokens > 1 else ("recurrence",)
-    return ("attention",) if matrix.name == "mla_value" else ()
+    return ("attention",) if matrix == "mla_value" else ()
+
+
+def _phases_after(plan: Plan, matrix: str) -> tuple[str, ...]:
+    """Routing follows the first half of the shared experts, the routed experts follow the second, if there are any."""
+    names = [found.name for found in plan.sections.get("moe", ())]
+    if matrix not in names:
+        return ()
+    logits_gathered = [name for name in names if name in ("router", "latent", "shared_in")][-1]
+    shared_done = "shared_out" if "shared_out" in names else logits_gathered
+    phases = ("route",) if matrix == logits_gathered else ()
+    return (*phases, "experts") if matrix == shared_done else phases
 
 
 def copies_of(plan: Plan, work: Sequence[Work]) -> list[Copy]:
@@ -116,22 +153,18 @@ def round_boundary(work: Sequence[Work]) -> int:
     return next(i for i, item in enumerate(work) if item.round == 1)
 
 
-def _experts_after(matrices: Sequence[program.Matrix]) -> str | None:
-    """The matrix after which the routed experts run: the last one of the shared experts, or the router."""
-    names = [matrix.name for matrix in matrices]
-    return "shared_out" if "shared_out" in names else "route" if "route" in names else None
-
-
 def _ring(plan: Plan, work: Sequence[Work]) -> list[Copy]:
+    """A block's slot takes the block that follows a whole ring later, after the last matrix that needs it."""
     if plan.tape_is_resident:
         return []
-    at = {item.block: i for i, item in enumerate(work) if item.block is not None}
-    families = [item.family for item in work if item.block is not None and item.round == 0]
+    waits = {item.block: i for i, item in enumerate(work) if item.first}
+    given_back = {item.block: i + 1 for i, item in enumerate(work) if item.last}
+    families = {item.block: item.family for item in work if item.first and item.round == 0}
     copies = []
-    for block in range(len(at) + plan.ring_depth):
-        start = at[block - plan.ring_depth] + 1 if block >= plan.ring_depth else 0
+    for block in range(len(waits) + plan.ring_depth):
+        start = given_back[block - plan.ring_depth] if block >= plan.ring_depth else 0
         slot, family = block % plan.ring_depth, families[block % plan.tape_blocks]
-        copies.append(Copy("ring", slot, "read", start, at.get(block, len(work)), f"block {block}", family))
+        copies.append(Copy("ring", slot, "read", start, waits.get(block, len(work)), f"block {block}", family))
     return copies
 
 
