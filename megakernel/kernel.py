@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from megakernel import layers, memory, rounds, stream
+from megakernel import layers, memory, rounds, shared_rows, stream
 from megakernel.control import when, when_at
 from megakernel.collectives import Exchange
 from megakernel.cores import AXIS, Cores, ManyCores, OneCore, Piece
@@ -37,13 +37,14 @@ def launch(
     Returns:
       (results by name, caches)
     """
+    lockstep = interpret is True  # the plain interpreter runs all cores as one program
     inputs = {"layer_table": layer_table(plan), **request, **weights}
     results, cached = memory.result_buffers(plan), memory.cache_buffers(plan)
     scratch = memory.vmem_buffers(plan) | memory.smem_scratch(plan)
     semaphores = memory.semaphore_counts(plan)
     names = (*inputs, *(f"{name}_before" for name in cached), *results, *cached, *scratch, *semaphores)
     outputs = pl.pallas_call(
-        lambda *refs: decode_rounds(plan, SimpleNamespace(**dict(zip(names, refs, strict=True)))),
+        lambda *refs: decode_rounds(plan, SimpleNamespace(**dict(zip(names, refs, strict=True))), lockstep),
         name="decode_launch",
         in_specs=[_space(name, request) for name in (*inputs, *cached)],
         out_specs=[_space(name, request) for name in (*results, *cached)],
@@ -54,16 +55,22 @@ def launch(
             *(pltpu.SemaphoreType.DMA((count,)) for count in semaphores.values()),
         ],
         input_output_aliases={len(inputs) + i: len(results) + i for i in range(len(cached))},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=plan.target.vmem_bytes),
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=plan.target.vmem_bytes,
+            collective_id=None if lockstep or plan.split.cores == 1 else 0,
+        ),
         interpret=interpret,
     )(*inputs.values(), *(caches[name] for name in cached))
     named = dict(zip((*results, *cached), outputs, strict=True))
     return {name: named[name] for name in results}, {name: named[name] for name in cached}
 
 
-def decode_rounds(plan: Plan, refs: SimpleNamespace) -> None:
+def decode_rounds(plan: Plan, refs: SimpleNamespace, lockstep: bool) -> None:
     """The kernel: the whole generation."""
     step = _open_streams(plan, refs)
+    if isinstance(step.cores, ManyCores):
+        step.cores.exchange.begin(barrier=not lockstep)
+        shared_rows.logits_exchange(step).begin(barrier=False)
     step.tape.prime()
     step.vectors.prime()
     alive = rounds.begin(step)

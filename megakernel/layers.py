@@ -106,9 +106,9 @@ class Step:
 
 
 def column(values: list[Scalar], rows: int, padding: int = 0) -> jax.Array:
-    """Scalars below each other, then padding.  # [rows, 1] i32"""
+    """Scalars below each other, then padding.  # [rows, 1] of their type"""
     row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-    stacked = jnp.full((rows, 1), padding, jnp.int32)
+    stacked = jnp.full((rows, 1), padding, values[0].dtype)
     for i, value in enumerate(values):
         stacked = jnp.where(row == i, value, stacked)
     return stacked

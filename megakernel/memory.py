@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megakernel.program import LANES, round_up
-from megakernel.vocabulary import vocabulary_shape
+from megakernel.vocabulary import SEGMENTS, vocabulary_shape
 
 if TYPE_CHECKING:
     from megakernel.plan import Plan
@@ -63,7 +63,7 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
         "embedding_rows": Buffer((plan.live_rows, POSITION_GROUP, split.hidden), plan.storage),
         "stream": Buffer((config.num_snapshots + 1, rows, hidden), "float32"),
         "operand": Buffer((rows, plan.operand_width), activations),
-        **{name: Buffer(vocabulary_shape(config.vocab_size), "float32") for name in ROW_OF_LOGITS},
+        **{name: Buffer(vocabulary_shape(config.vocab_size, split.cores), "float32") for name in ROW_OF_LOGITS},
         **{f"out_{name}": Buffer((rows, plan.output_width(m)), "float32") for name, m in plan.matrices.items()},
     }
     buffers["out_head"] = head_output(plan, "head")
@@ -99,10 +99,14 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
             "expert_sum": Buffer((rows, out_lanes), "float32"),
         }
     if split.cores > 1:
-        piece = (plan.rows, exchange_lanes(plan))
+        from megakernel.cores import exchange_lanes
+
+        piece, shard = (plan.rows, exchange_lanes(plan)), (SEGMENTS, split.vocabulary // SEGMENTS)
         buffers |= {
             "outbox": Buffer((split.cores, *piece), plan.wire),
             "inbox": Buffer((2, split.cores, *piece), plan.wire),
+            "logits_outbox": Buffer((split.cores, *shard), "float32"),
+            "logits_inbox": Buffer((2, split.cores, *shard), "float32"),
         }
     if plan.drafter:
         buffers |= plan.drafter.vmem(plan)
@@ -113,8 +117,9 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
 
 def head_output(plan: Plan, matrix: str) -> Buffer:
     """Output of an LM head, wide enough to be read in segments of `megakernel.vocabulary`."""
-    segments, lanes = vocabulary_shape(plan.config.vocab_size)
-    return Buffer((plan.rows, max(plan.output_width(plan.matrices[matrix]), segments * lanes)), "float32")
+    segments, lanes = vocabulary_shape(plan.config.vocab_size, plan.split.cores)
+    own = segments * lanes // plan.split.cores
+    return Buffer((plan.rows, max(plan.output_width(plan.matrices[matrix]), own)), "float32")
 
 
 def smem_scratch(plan: Plan) -> dict[str, Buffer]:
@@ -126,7 +131,7 @@ def smem_scratch(plan: Plan) -> dict[str, Buffer]:
         "bad_layer": Buffer((1,), "int32"),
         "row_tokens": Buffer((plan.live_rows,), "int32"),
         "row_logprobs": Buffer((plan.live_rows,), "float32"),
-        **({"inbox_half": Buffer((1,), "int32")} if plan.split.cores > 1 else {}),
+        **({f"{name}_half": Buffer((1,), "int32") for name in ("inbox", "logits")} if plan.split.cores > 1 else {}),
     }
 
 
@@ -142,7 +147,7 @@ def semaphore_counts(plan: Plan) -> dict[str, int]:
     if plan.moe_layers:
         counts |= {"expert_in_done": plan.expert_slots, "expert_out_done": plan.expert_slots}
     if plan.split.cores > 1:
-        counts |= {"sent": 1, "received": 2}
+        counts |= {"sent": 1, "received": 2, "logits_sent": 1, "logits_received": 2}
     if plan.keep_logits:
         counts["logits_done"] = 1
     return counts | (plan.drafter.semaphores(plan) if plan.drafter else {})

@@ -10,10 +10,13 @@ the same noise is coupled to the target (Gumbel coupling, Daliri et al., arXiv 2
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megakernel import memory
+from megakernel import memory, shared_rows
 from megakernel.control import when
 from megakernel.layers import Step
 from megakernel.memory import (
@@ -89,26 +92,40 @@ def accept(step: Step, bad_layer: Scalar) -> Scalar:
     """Chooses every row's next token, accepts what agrees and emits it; returns how many sequences go on."""
     plan, refs = step.plan, step.refs
     refs.bad_layer[0] = bad_layer
+    if plan.split.cores > 1:
+        shared_rows.choose_rows(step, choose)
+    else:
 
-    def one_row(row: Scalar, _: None) -> None:
-        sequence, token = lax.rem(row, jnp.int32(plan.sequences)), quotient(row, plan.sequences)
+        def one_row(row: Scalar, _: None) -> None:
+            def load() -> jax.Array:
+                return sample.load_logits(refs.out_head, row, refs.row_logits, plan.config.vocab_size)
 
-        @when(token < refs.current[COUNT, sequence])
-        def choose() -> None:
-            _choose(step, row, sequence, token)
+            choose(step, row, load)
 
-    lax.fori_loop(0, plan.live_rows, one_row, None)
+        lax.fori_loop(0, plan.live_rows, one_row, None)
     bad_layer = refs.bad_layer[0]
     return lax.fori_loop(
         0, plan.sequences, lambda sequence, alive: alive + _accept_sequence(step, sequence, bad_layer), jnp.int32(0)
     )
 
 
-def _choose(step: Step, row: Scalar, sequence: Scalar, token: Scalar) -> None:
-    """The token after a row and its log-probability: the given one where the prompt goes on, else a drawn one."""
+def choose(step: Step, row: Scalar, load: Callable[[], jax.Array]) -> None:
+    """The token after a row, if there is one, and its log-probability.
+
+    load: brings the row's logits into `row_logits` and returns how many of them are not finite.  # [] f32
+    """
+    plan, refs = step.plan, step.refs
+    sequence, token = lax.rem(row, jnp.int32(plan.sequences)), quotient(row, plan.sequences)
+
+    @when((row < plan.live_rows) & (token < refs.current[COUNT, sequence]))
+    def choose_present() -> None:
+        _choose(step, row, sequence, token, load())
+
+
+def _choose(step: Step, row: Scalar, sequence: Scalar, token: Scalar, infinite: jax.Array) -> None:
+    """The given token where the prompt goes on, else a drawn one."""
     plan, refs = step.plan, step.refs
     logits, scratch = refs.row_logits, sample.Scratch(refs.scaled_logits, refs.logit_mass)
-    infinite = sample.load_logits(refs.out_head, row, logits, plan.config.vocab_size)
     last_layer = jnp.where(infinite > 0.0, plan.config.num_hidden_layers, ALL_FINITE)
     refs.bad_layer[0] = jnp.minimum(refs.bad_layer[0], last_layer)
 

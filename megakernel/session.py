@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from megakernel import kernel, memory
+from megakernel import memory
 from megakernel.backends import Backend
 from megakernel.loading import LoadedModel
+from megakernel.mesh import core_mesh, divided, on_mesh
 from megakernel.pack import pack
 from megakernel.phases import sample
 from megakernel.plan import Plan
@@ -66,8 +67,10 @@ class Session:
     ):
         self.model, self.plan, self.backend = model, plan, backend
         self.stop_tokens = list(stop_tokens)
-        self.weights = _packed_weights(model, plan, draft_weights or _NO_DRAFTS)
-        self.caches = {name: jnp.zeros(b.shape, b.dtype) for name, b in memory.cache_buffers(plan).items()}
+        self.mesh = core_mesh(plan.split.cores)
+        self.weights = _packed_weights(model, plan, self.mesh, draft_weights or _NO_DRAFTS)
+        empty = {name: np.zeros(b.shape, jnp.dtype(b.dtype)) for name, b in memory.cache_buffers(plan).items()}
+        self.caches = divided(plan, self.mesh, lambda core: empty)
         self.compile_seconds = 0.0
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
@@ -128,7 +131,7 @@ class Session:
         key = ("launch", self.plan, self.backend.name)
         if key not in self.model.derived:
             started = time.perf_counter()
-            launch = functools.partial(kernel.launch, self.plan, interpret=self.backend.interpret)
+            launch = on_mesh(self.plan, self.mesh, self.backend.interpret)
             lowered = jax.jit(launch, donate_argnums=1).lower(self.weights, self.caches, arrays)
             self.model.derived[key] = lowered.compile()
             self.compile_seconds += time.perf_counter() - started
@@ -161,11 +164,13 @@ def _check_fits(plan: Plan, request: SlotRequest | None) -> None:
         )
 
 
-def _packed_weights(model: LoadedModel, plan: Plan, drafts: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+def _packed_weights(
+    model: LoadedModel, plan: Plan, mesh: Mesh, drafts: Mapping[str, np.ndarray]
+) -> dict[str, jax.Array]:
     key = ("packed", plan.split, plan.block_rows, plan.block_lanes, plan.storage, plan.drafter)
     packed_from, arrays = model.derived.get(key, (None, {}))
     if packed_from is not drafts:  # the same kind of drafter with other weights
-        arrays = {name: jnp.asarray(array) for name, array in pack(plan, model.weights, drafts).items()}
+        arrays = divided(plan, mesh, lambda core: pack(plan, model.weights, drafts, core=core))
         model.derived[key] = (drafts, arrays)
     return arrays
 

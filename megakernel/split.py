@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from megakernel.program import LANES, round_up
+from megakernel.vocabulary import SEGMENTS, vocabulary_shape
 from model.config import ModelConfig
 
 
@@ -71,7 +72,7 @@ class Split:
     def vocabulary(self) -> int:
         """Vocabulary entries of which one core computes the logits."""
         vocab = self.config.vocab_size
-        return vocab if self.cores == 1 else round_up(-(-vocab // self.cores), LANES)
+        return vocab if self.cores == 1 else SEGMENTS * vocabulary_shape(vocab, self.cores)[1]
 
     @property
     def hidden(self) -> int:

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from megakernel.control import when
 from megakernel.phases.random import gumbel, threefry2x32
 from megakernel.stream import Ref, Scalar
-from megakernel.vocabulary import aligned, entries, for_pieces, highest, lowest_entry, tile_of, total
+from megakernel.vocabulary import SEGMENTS, aligned, entries, for_pieces, highest, lowest_entry, tile_of, total
 
 TEMPERATURE, TOP_P, MIN_P = range(3)
 """Lanes of the `sampling_floats` request."""
@@ -77,6 +77,21 @@ def load_logits(out: Ref, row: Scalar, logits: Ref, size: int) -> Scalar:
         return jnp.where(exists & jnp.logical_not(jnp.abs(x) < jnp.inf), 1.0, 0.0)
 
     return jnp.max(total(logits.shape, bring))
+
+
+def load_shards(pieces: Ref, logits: Ref, size: int) -> jax.Array:
+    """As `load_logits`, from the shards of all cores.  # pieces [cores, SEGMENTS, lanes] f32"""
+    segments, lanes = logits.shape
+    cores = segments // SEGMENTS
+    for core in range(cores):
+        logits[core * SEGMENTS : (core + 1) * SEGMENTS] = pieces[core, :, :lanes]
+
+    def mask(columns: Any) -> jax.Array:
+        x, exists = logits[:, columns], entries(logits.shape, columns) < size
+        logits[:, columns] = jnp.where(exists, x, -jnp.inf)
+        return jnp.where(exists & jnp.logical_not(jnp.abs(x) < jnp.inf), 1.0, 0.0)
+
+    return jnp.max(total(logits.shape, mask))
 
 
 def choose_token(logits: Ref, scratch: Scratch, sampling: RowSampling, position: Scalar) -> Scalar:
