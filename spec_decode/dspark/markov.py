@@ -69,11 +69,10 @@ def _add_bias(step: Step, slot: Scalar) -> None:
             row = pl.ds(slot * plan.sequences + sequence, 1)
             refs.out_draft_head[row, columns] += bias[sequence : sequence + 1]
 
-    for_columns(lanes, _piece(lanes, plan.block_n, rows), add)
+    for_columns(lanes, _piece(lanes, rows), add)
 
 
-def _piece(lanes: int, block_n: int, rows: int) -> int:
-    """Whole blocks whose product with `rows` rows stays within a piece's registers."""
-    most = max(1, PIECE_REGISTERS * 8 // round_up(rows, 8) * LANES // block_n)
-    blocks = lanes // block_n
-    return block_n * max(count for count in range(1, blocks + 1) if blocks % count == 0 and count <= most)
+def _piece(lanes: int, rows: int) -> int:
+    """Lanes of equal pieces whose product with `rows` rows stays within a piece's registers."""
+    most, tiles = max(1, PIECE_REGISTERS * 8 // round_up(rows, 8)), lanes // LANES
+    return LANES * max(count for count in range(1, tiles + 1) if tiles % count == 0 and count <= most)
