@@ -1,0 +1,311 @@
+"""How matrices lie on the tape: cuts inside their blocks, every weight once, and the product that meets them again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megakernel import find_target, make_plan
+from megakernel.pack import lay_matrix
+from megakernel.phases import linear
+from megakernel.program import LANES, Column, Matrix, round_up
+from megakernel.tiling import Cut, Panel, Tiling, find_repeat, lay_out, tail_fold
+from megakernel.timeline import work_of
+from model.config import ModelConfig
+
+BLOCKS = [(128, 128), (256, 256), (384, 256), (1024, 512), (128, 512)]
+SEEDS = range(40)
+ROWS = 3
+
+
+def random_section(seed: int, largest: int = 1500) -> tuple[Matrix, ...]:
+    """One to six matrices; some are narrow, some block diagonal, and some sizes divide nothing."""
+    rng, matrices = np.random.default_rng(seed), []
+    for number in range(rng.integers(1, 7)):
+        k = int(rng.choice([rng.integers(1, largest), 128 * rng.integers(1, largest // 128 + 1)]))
+        width = int(rng.choice([rng.integers(1, 70), rng.integers(1, largest), 128 * rng.integers(1, 12)]))
+        columns = [Column("first", width, "", lanes=width)]
+        if rng.random() < 0.3:
+            columns.append(Column("second", int(rng.integers(1, 200)), ""))
+        groups = int(rng.choice([1, 1, 1, 2, 5]))
+        if groups > 1:
+            k = round_up(k, LANES)  # as an operand's groups are sliced
+        matrices.append(Matrix(f"m{number}", k, tuple(columns), groups))
+    return tuple(matrices)
+
+
+def in_order(tilings: dict[str, Tiling]) -> Iterator[tuple[str, Panel, Cut]]:
+    for name, tiling in tilings.items():
+        for panel in tiling.panels:
+            for cut in panel.cuts:
+                yield name, panel, cut
+
+
+@pytest.fixture(params=BLOCKS, ids=lambda block: f"{block[0]}x{block[1]}")
+def block(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return request.param
+
+
+# ---- where cuts are ----
+
+
+def test_cuts_lie_in_their_blocks_one_below_the_other(block: tuple[int, int]) -> None:
+    """In order down the section: none overlaps another, and no rows stay empty but fewer than 128 at a block's end."""
+    for seed in SEEDS:
+        block_rows, lanes = block
+        tilings, blocks = lay_out(random_section(seed), block_rows, lanes)
+        end = 0
+        for _, _, cut in in_order(tilings):
+            assert cut.rows > 0
+            assert 0 <= cut.row < cut.row + cut.rows <= block_rows
+            start = cut.block * block_rows + cut.row
+            if start != end:
+                assert cut.row == 0
+                assert 0 < start - end < LANES
+            end = start + cut.rows
+        assert (blocks - 1) * block_rows < end <= blocks * block_rows
+
+
+def test_every_block_is_waited_for_once_and_given_back_once(block: tuple[int, int]) -> None:
+    """In the order of use, so that the ring's slots follow each other."""
+    for seed in SEEDS:
+        tilings, blocks = lay_out(random_section(seed), *block)
+        held: list[int] = []
+        waited: list[int] = []
+        for _, _, cut in in_order(tilings):
+            if cut.first:
+                held.append(cut.block)
+                waited.append(cut.block)
+            assert held == [cut.block]
+            if cut.last:
+                held.remove(cut.block)
+        assert held == []
+        assert waited == list(range(blocks))
+
+
+def test_panels_cover_every_output_and_every_input_once(block: tuple[int, int]) -> None:
+    for seed in SEEDS:
+        block_rows, lanes = block
+        section = random_section(seed)
+        tilings, _ = lay_out(section, block_rows, lanes)
+        for matrix in section:
+            tiling = tilings[matrix.name]
+            seen = np.zeros((matrix.groups, round_up(matrix.k, 16), tiling.group_lanes), int)
+            for panel in tiling.panels:
+                part, width = sum(cut.rows for cut in panel.cuts), lanes // panel.fold
+                assert [cut.k for cut in panel.cuts] == [0, *itertools.accumulate(cut.rows for cut in panel.cuts)][:-1]
+                assert part * panel.fold >= round_up(matrix.k, 16)
+                for i in range(panel.fold):
+                    seen[panel.group, i * part : (i + 1) * part, panel.lane : panel.lane + width] += 1
+            assert (seen[:, :, : matrix.n] == 1).all()
+            assert seen.max() == 1
+            assert tiling.k_padded == seen.shape[1]
+            assert tiling.group_lanes % LANES == 0
+
+
+def test_operands_are_sliced_at_whole_lanes(block: tuple[int, int]) -> None:
+    """What a TPU can load: every cut and every part of a folded panel begins at a multiple of 128 inputs."""
+    for seed in SEEDS:
+        tilings, _ = lay_out(random_section(seed), *block)
+        for _, panel, cut in in_order(tilings):
+            assert cut.k % LANES == 0
+            assert cut.row % 16 == cut.rows % 16 == 0
+            if panel.fold > 1:
+                assert sum(c.rows for c in panel.cuts) % LANES == 0
+
+
+def test_blocks_are_shared_between_matrices() -> None:
+    """Two matrices of 192 inputs and one panel each: the second begins in the first's block, at row 192 of 256."""
+    section = [Matrix(name, 192, (Column("out", 256, ""),)) for name in ("above", "below")]
+    tilings, blocks = lay_out(section, 256, 256)
+    assert blocks == 2
+    assert tilings["above"].panels[0].cuts == (Cut(0, 192, 0, 0, first=True, last=True),)  # 64 rows hold no whole tile
+    assert tilings["below"].panels[0].cuts == (Cut(0, 192, 1, 0, first=True, last=True),)
+    tilings, blocks = lay_out(section, 384, 256)
+    assert blocks == 1
+    assert tilings["above"].panels[0].cuts == (Cut(0, 192, 0, 0, first=True),)
+    assert tilings["below"].panels[0].cuts == (Cut(0, 192, 0, 192, last=True),)
+    tilings, blocks = lay_out(section, 320, 256)
+    assert tilings["below"].panels[0].cuts == (
+        Cut(0, 128, 0, 192, last=True),
+        Cut(128, 64, 1, 0, first=True, last=True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "lanes", "fold"),
+    [
+        (7168, 8, 256, 32),
+        (7168, 256, 256, 1),  # a whole panel
+        (7168, 129, 256, 1),  # more than half a panel
+        (7168, 128, 256, 2),
+        (7168, 300, 256, 4),  # 44 lanes are left: in quarters of 64
+        (300, 8, 256, 4),  # three parts of 128 inputs, the fourth stays empty
+        (128, 8, 256, 1),  # nothing to fold
+        (256, 8, 256, 2),
+    ],
+)
+def test_narrow_tails_are_folded(k: int, n: int, lanes: int, fold: int) -> None:
+    matrix = Matrix("m", k, (Column("out", n, "", lanes=n),))
+    assert tail_fold(matrix, lanes) == fold
+    last = lay_out([matrix], 512, lanes)[0]["m"].panels[-1]
+    assert last.fold == fold
+    assert sum(cut.rows for cut in last.cuts) == (k if fold == 1 else round_up(-(-k // fold), LANES))
+
+
+# ---- loops ----
+
+
+def unrolled(tiling: Tiling) -> list[Panel]:
+    """The panels as the loop over `find_repeat` meets them."""
+    repeat = find_repeat(tiling)
+    if repeat is None:
+        return list(tiling.panels)
+    panels = list(tiling.panels[: repeat.start])
+    for turn in range(repeat.turns):
+        for panel in tiling.panels[repeat.start : repeat.start + repeat.period]:
+            cuts = tuple(dataclasses.replace(cut, block=cut.block + turn * repeat.blocks) for cut in panel.cuts)
+            group, lane = panel.group + turn * repeat.group, panel.lane + turn * repeat.lane
+            panels.append(dataclasses.replace(panel, group=group, lane=lane, cuts=cuts))
+    return [*panels, *tiling.panels[repeat.start + repeat.period * repeat.turns :]]
+
+
+def test_the_loop_meets_the_panels_of_the_list(block: tuple[int, int]) -> None:
+    for seed in SEEDS:
+        tilings, _ = lay_out(random_section(seed, largest=6000), *block)
+        for tiling in tilings.values():
+            assert unrolled(tiling) == list(tiling.panels)
+
+
+def test_a_long_product_is_a_short_loop() -> None:
+    """The LM head of Kimi K3 on one of 32 cores: 20 panels of 7,168 rows through blocks of 1,024."""
+    tilings, _ = lay_out([Matrix("head", 7168, (Column("logits", 5120, ""),))], 1024, 256)
+    repeat = find_repeat(tilings["head"])
+    assert repeat is not None
+    assert (repeat.start, repeat.period, repeat.turns, repeat.blocks, repeat.lane) == (0, 1, 20, 7, 256)
+
+
+# ---- the product ----
+
+
+class Tape:
+    """A section as the kernel takes it: only a block that was waited for and not given back may be read."""
+
+    def __init__(self, blocks: np.ndarray):
+        self.blocks, self.held, self.log = blocks, set[int](), list[tuple[str, int]]()
+
+    def wait(self, index: int) -> None:
+        self.log.append(("wait", int(index)))
+        self.held.add(int(index))
+
+    def slot(self, index: int) -> np.ndarray:
+        assert int(index) in self.held
+        return self.blocks[int(index)]
+
+    def give_back(self, index: int) -> None:
+        self.log.append(("give back", int(index)))
+        self.held.remove(int(index))
+
+
+def plain_loops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Loops of `linear` run in Python; the lengths of those that ran are noted."""
+    lengths: list[int] = []
+
+    def loop(start: int, stop: int, body: Any, carry: Any) -> Any:
+        lengths.append(stop - start)
+        for i in range(start, stop):
+            carry = body(i, carry)
+        return carry
+
+    monkeypatch.setattr(linear.lax, "fori_loop", loop)
+    monkeypatch.setattr(linear.pltpu, "roll", jnp.roll)
+    return lengths
+
+
+@dataclasses.dataclass
+class Section:
+    """As much of a plan as a product looks at, for one section of matrices of its own."""
+
+    matrices: Sequence[Matrix]
+    block_rows: int
+    block_lanes: int
+    product_rows: int = ROWS
+    rows: int = ROWS
+    activations: str = "float32"
+    target: Any = dataclasses.field(default_factory=lambda: find_target("cpu"))
+
+    def __post_init__(self) -> None:
+        self.tilings, self.blocks = lay_out(self.matrices, self.block_rows, self.block_lanes)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_product_of_a_packed_section(seed: int, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights laid on the tape, with an operand that is NaN outside its inputs: every product gives x @ W."""
+    plain_loops(monkeypatch)
+    section, rng = Section(random_section(seed, largest=700), *block), np.random.default_rng(seed)
+    rows = np.zeros((section.blocks * section.block_rows, section.block_lanes), np.float32)
+    dense = {m.name: rng.standard_normal((m.groups, m.k, m.n)).astype(np.float32) for m in section.matrices}
+    for matrix in section.matrices:
+        lay_matrix(section, matrix, dense[matrix.name], rows)  # type: ignore[arg-type]
+    tape = Tape(rows.reshape(section.blocks, section.block_rows, section.block_lanes))
+    for matrix in section.matrices:
+        tiling, weights = section.tilings[matrix.name], dense[matrix.name]
+        x = rng.standard_normal((ROWS, matrix.groups * matrix.k)).astype(np.float32)
+        operand = np.full((ROWS, matrix.groups * tiling.k_padded), np.nan, np.float32)
+        out = np.full((ROWS, matrix.groups * tiling.group_lanes), np.nan, np.float32)
+        linear.linear(section, tape, 0, jnp.asarray(x), matrix, operand, out)  # type: ignore[arg-type]
+        for group in range(matrix.groups):
+            own = x[:, group * matrix.k : (group + 1) * matrix.k].astype(np.float64)
+            found = out[:, group * tiling.group_lanes :][:, : matrix.n]
+            np.testing.assert_allclose(found, own @ weights[group], rtol=1e-4, atol=1e-3)
+    assert [block for kind, block in tape.log if kind == "wait"] == list(range(section.blocks))
+    assert [block for kind, block in tape.log if kind == "give back"] == list(range(section.blocks))
+
+
+def test_the_tape_of_a_model_is_taken_as_the_timeline_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix by matrix the blocks that are waited for and given back, looped products among them."""
+    lengths = plain_loops(monkeypatch)
+    for config, knobs in (
+        (ModelConfig.preset("k3-nano"), {"block": (128, 128)}),
+        (ModelConfig.preset("k3-mini"), {"cores": 4}),
+        (ModelConfig.preset("k3-nano"), {"cores": 2, "block": (384, 256)}),
+    ):
+        plan = make_plan(config, context=64, ring_depth=2, **knobs)
+        work = [item for item in work_of(plan) if item.block is not None]
+        tape = Tape(np.zeros((plan.tape_blocks, plan.block_rows, plan.block_lanes), np.uint16))
+        starts = {"kda": plan.layer_starts[0][0], "dense": plan.layer_starts[0][1], "head": plan.layer_starts[-1][0]}
+        starts |= {"mla": plan.layer_starts[3][0], "moe": plan.layer_starts[3][1]}
+        layers = {"kda": 0, "dense": 0, "mla": 3, "moe": 3, "head": config.num_hidden_layers}
+        for section, matrices in plan.sections.items():
+            for matrix in matrices:
+                tape.log.clear()
+                operand = np.zeros((plan.rows, plan.operand_width), np.float32)
+                out = np.zeros((plan.rows, plan.output_width(matrix)), np.float32)
+                x = jnp.zeros((plan.rows, matrix.groups * matrix.k), jnp.float32)
+                linear.linear(plan, tape, starts[section], x, matrix, operand, out)  # type: ignore[arg-type]
+                drawn = []
+                for item in work:
+                    if (item.name, item.layer) == (matrix.name, layers[section]):
+                        drawn += [("wait", item.block)] * item.first + [("give back", item.block)] * item.last
+                assert tape.log == drawn
+    assert max(lengths) > 4
+
+
+def test_rows_of_a_folded_product_do_not_depend_on_their_number() -> None:
+    """The parts of a folded panel are rows of one product: a row's bits stay its own."""
+    rng = np.random.default_rng(0)
+    part = jnp.asarray(rng.standard_normal((5, 256)), jnp.float32)
+    plan = Section((), 128, 256, product_rows=1, rows=1)
+    several = dataclasses.replace(plan, product_rows=2, rows=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear.pltpu, "roll", jnp.roll)
+        alone = linear._unfolded(plan, part, 4)  # type: ignore[arg-type]
+        both = linear._unfolded(several, jnp.repeat(part, 2, axis=0), 4)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(jax.device_get(both), np.repeat(alone, 2, axis=0))
