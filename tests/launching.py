@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from megakernel import LoadedModel, SamplingParams, make_plan
 from megakernel.backends import Backend, simulator
-from megakernel.kernel import launch
 from megakernel.loading import SHIPPED
-from megakernel.memory import cache_buffers, request_buffers, weight_buffers
+from megakernel.mesh import core_mesh, on_mesh, shapes
 from megakernel.plan import Plan
 from megakernel.program import LANES, round_up
 from megakernel.session import Session, SlotRequest
@@ -146,11 +144,23 @@ def slot_caches(session: Session, slot: int, length: int) -> dict[str, list[np.n
 
 def launch_jaxpr(plan: Plan, interpret: Any = True) -> Any:
     """The launch as JAX traces it."""
-    arguments = tuple(
-        {name: jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for name, b in buffers.items()}
-        for buffers in (weight_buffers(plan), cache_buffers(plan), request_buffers(plan))
-    )
-    return jax.make_jaxpr(functools.partial(launch, plan, interpret=interpret))(*arguments)
+    mesh = core_mesh(plan.split.cores)
+    return jax.make_jaxpr(on_mesh(plan, mesh, interpret))(*shapes(plan, mesh))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation, those of jaxprs inside other equations included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in equation.params.values():
+            for value in parameter if isinstance(parameter, list | tuple) else [parameter]:
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+def pallas_calls(jaxpr: Any) -> list[Any]:
+    return [equation for equation in equations(jaxpr) if equation.primitive.name == "pallas_call"]
 
 
 @dataclasses.dataclass

@@ -60,6 +60,8 @@ def run_module(*arguments: str, cwd: Path, **kwargs) -> subprocess.CompletedProc
         (["plan", "k3-nano", "--ring-depth", "1"], "ring_depth = 1"),
         (["plan", "k3-nano", "--context", "5000"], "context = 5000"),
         (["plan", "kimi-k3"], "kimi-k3 on one core of v7x needs"),
+        (["plan", "k3-nano", "--cores", "0"], "cores = 0; expected a positive integer"),
+        (["plan", "k3-nano", "--cores", "4", "--expert-groups", "3"], "4 cores cannot share experts of width 128"),
         (["plan", "k3-nano", "--target", "cpu", "--compile"], "target 'cpu' has no ahead-of-time compiler"),
     ],
 )
@@ -125,7 +127,7 @@ def test_plan_prints_or_refuses_every_preset(model, target, capsys):
         assert re.search(r"needs [\d,.]+ MiB of \w+, [\d,.]+ MiB may be used", refusal)
     else:
         assert captured.err == ""
-        assert captured.out.startswith(f"{model} on {target}, one core\n")
+        assert captured.out.startswith(f"{model} on one core of {target}\n")
 
 
 def test_plan_passes_its_options_on(capsys):
@@ -139,6 +141,13 @@ def test_plan_passes_its_options_on(capsys):
     assert f"streamed: 5 blocks in flight ({size(5 * plan.block_bytes)})" in text
     assert "3 slots" in text
     assert f"VMEM: {size(sum(plan.vmem_map.values()))} of 128.0 MiB" in text
+
+
+def test_plan_of_one_of_several_cores(capsys):
+    assert main(["plan", "kimi-k3", "--cores", "32", "--expert-groups", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("kimi-k3 on one of 32 cores of v7x\n")
+    assert re.search(r"\n  2 x 16 .*  chosen\n", text)
 
 
 def test_plan_shows_a_drafter(capsys):
@@ -222,7 +231,7 @@ def test_weight_bytes_count_one_sequence():
     config = ModelConfig.preset("k3-nano")
     one, eight = (make_plan(config, sequences=sequences) for sequences in (1, 8))
     experts = config.num_experts_per_token * 5 * one.expert_bytes
-    tables = 7 * 4 * one.vector_table[0] * one.vector_table[1]
+    tables = 7 * 4 * sum(rows * lanes for rows, lanes in one.vector_tables.values())
     assert weight_bytes(one) == one.tape_bytes + experts + tables
     assert weight_bytes(eight) == weight_bytes(one)
 

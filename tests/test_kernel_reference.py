@@ -426,17 +426,20 @@ REPLACEMENTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 
 
 ZEROED = {
-    "kda_in": r"self_attn\.(q|k|v|b|f_a)_proj",
+    "kda_narrow": r"self_attn\.(b|f_a)_proj",
+    "kda_in": r"self_attn\.(q|k|v|g)_proj",
     "kda_decay": r"self_attn\.f_b_proj",
     "kda_out": r"layers\.[012]\.self_attn\.o_proj",
-    "mla_in": r"self_attn\.(q_a_proj|kv_a_proj)",
+    "mla_low": r"self_attn\.(q_a_proj|kv_a_proj)",
+    "mla_in": r"layers\.[34]\.self_attn\.g_proj",
     "mla_query": r"self_attn\.q_b_proj",
     "mla_absorb": r"self_attn\.kv_b_proj",  # key rows
     "mla_value": r"self_attn\.kv_b_proj",  # value rows
     "mla_out": r"layers\.[34]\.self_attn\.o_proj",
     "dense_in": r"mlp\.(gate|up)_proj",
     "dense_out": r"mlp\.down_proj",
-    "route": r"block_sparse_moe\.(gate\.weight|routed_expert_down_proj)",
+    "router": r"block_sparse_moe\.gate\.weight",
+    "latent": r"routed_expert_down_proj",
     "shared_in": r"shared_experts\.(gate|up)_proj",
     "shared_out": r"shared_experts\.down_proj",
     "routed_up": r"routed_expert_up_proj",

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
-from launching import anew, launch_jaxpr, random_model
+from launching import anew, equations, launch_jaxpr, pallas_calls, random_model
 
 import megakernel
 import model
@@ -25,21 +24,6 @@ from model.config import ModelConfig
 
 PROMPT = [5, 9, 300]
 MINI = ModelConfig.preset("k3-mini")
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation, those of jaxprs inside other equations included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for parameter in equation.params.values():
-            for value in parameter if isinstance(parameter, list | tuple) else [parameter]:
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
-
-
-def pallas_calls(jaxpr: Any) -> list[Any]:
-    return [equation for equation in equations(jaxpr) if equation.primitive.name == "pallas_call"]
 
 
 def kernel_equations(config: ModelConfig, **knobs: Any) -> list[str]:
@@ -82,6 +66,13 @@ def test_a_launch_is_one_kernel_and_nothing_else(launch_steps: int, interpret: b
     plan = make_plan(MINI, sequences=2, context=512, launch_steps=launch_steps)
     names = [equation.primitive.name for equation in launch_jaxpr(plan, interpret).jaxpr.eqns]
     assert names == ["pallas_call"]
+
+
+@pytest.mark.parametrize("interpret", [True, False])
+def test_a_launch_on_several_cores_is_the_same_kernel_on_each(interpret: bool) -> None:
+    (over_cores,) = launch_jaxpr(make_plan(MINI, cores=4, context=64), interpret).jaxpr.eqns
+    assert over_cores.primitive.name == "shard_map"
+    assert [equation.primitive.name for equation in over_cores.params["jaxpr"].eqns] == ["pallas_call"]
 
 
 def test_the_kernel_does_not_grow_with_the_length() -> None:

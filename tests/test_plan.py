@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launching import DATA, launch_jaxpr
+from launching import DATA, launch_jaxpr, pallas_calls
 
 from megakernel import Plan, PlanError, find_target, layers, make_plan, program
 from megakernel.kernel import layer_table
@@ -23,7 +23,7 @@ MINI, NANO = ModelConfig.preset("k3-mini"), ModelConfig.preset("k3-nano")
 TINY, KLINEAR = ModelConfig.from_file(DATA / "tiny_stable_mxfp4"), ModelConfig.from_file(DATA / "klinear_config.json")
 WIDE = dataclasses.replace(MINI, name="wide", kv_lora_rank=320, num_attention_heads=3)
 MODELS = {"k3-mini": MINI, "k3-nano": NANO, "tiny": TINY, "klinear": KLINEAR, "wide": WIDE}
-"""The last one has several tiles in each group of its block-diagonal products, the last of them not full."""
+"""The last one has several panels in each group of its block-diagonal products, the last of them not full."""
 
 
 # ---- maps: what the plan counts is what the kernel allocates ----
@@ -31,7 +31,7 @@ MODELS = {"k3-mini": MINI, "k3-nano": NANO, "tiny": TINY, "klinear": KLINEAR, "w
 
 def allocated(plan: Plan) -> dict[str, list[Any]]:
     """Shapes and types of every buffer of the traced kernel by memory; an array updated in place counts once."""
-    (call,) = launch_jaxpr(plan, interpret=False).jaxpr.eqns
+    (call,) = pallas_calls(launch_jaxpr(plan, interpret=False).jaxpr)
     found: dict[str, list[Any]] = {}
     buffers = [variable.aval for variable in call.params["jaxpr"].invars]
     inputs = len(call.invars)
@@ -58,6 +58,8 @@ def padded_bytes(aval: Any) -> int:
         ("k3-nano", "v6e", {"context": 64, "page": 16, "keep_logits": True, "launch_steps": 40}),
         ("klinear", "cpu", {"sequences": 5, "context": 128}),
         ("tiny", "cpu", {"sequences": 2, "context": 128, "activations": "bfloat16"}),
+        ("k3-nano", "v7x", {"cores": 4, "sequences": 3, "context": 256}),
+        ("klinear", "cpu", {"cores": 2, "context": 128}),
     ],
 )
 def test_maps_are_what_the_kernel_allocates(name: str, target: str, knobs: dict[str, Any]) -> None:

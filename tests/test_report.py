@@ -8,8 +8,17 @@ import pytest
 
 from megakernel import find_target, make_plan
 from megakernel.aot import AotReport
-from megakernel.report import duration, floor_seconds, machine_name, plan_text, size
+from megakernel.report import (
+    busiest_weight_bytes,
+    duration,
+    even_weight_bytes,
+    floor_seconds,
+    machine_name,
+    plan_text,
+    size,
+)
 from megakernel.schedule import Loop
+from megakernel.split import Split, split_choices
 from model.config import ModelConfig
 
 NANO = ModelConfig.preset("k3-nano")
@@ -25,8 +34,8 @@ def test_sizes_and_durations_read_well():
 def test_plan_prints_itself():
     plan = make_plan(NANO, find_target("v7x"))
     assert str(plan) == plan_text(plan)
-    assert "63 blocks of 512 x 256 bf16 (256.0 KiB), 15.8 MiB" in str(plan)
-    assert "resident: all 63 blocks fit" in str(plan)
+    assert "60 blocks of 384 x 256 bf16 (192.0 KiB), 11.2 MiB" in str(plan)
+    assert "resident: all 60 blocks fit" in str(plan)
     assert "5 MoE" in str(plan)
 
 
@@ -34,6 +43,9 @@ def test_fill_is_the_share_of_weights_on_the_tape():
     plan = make_plan(NANO, find_target("v7x"))
     share = plan.tape_parameters * 2 / plan.tape_bytes
     assert f"{share:.1%} filled with weights" in plan_text(plan)
+    quarter = make_plan(NANO, find_target("v7x"), cores=4)
+    share = quarter.tape_parameters * 2 / (4 * quarter.tape_bytes)
+    assert f"{share:.1%} filled with weights" in plan_text(quarter)
 
 
 @pytest.mark.parametrize("memory", ["VMEM", "SMEM", "HBM"])
@@ -55,6 +67,41 @@ def test_floor_is_bytes_over_bandwidth_and_says_that_it_is_predicted():
     assert f"(predicted: bytes / 1,640 GB/s): {duration(seconds)}, so at most {2 / seconds:,.0f} tokens/s" in text
     assert "streamed: 4 blocks in flight" in text
     assert "no TPU was measured" in text
+
+
+def test_one_core_says_nothing_of_divisions():
+    text = plan_text(make_plan(NANO, find_target("v7x")))
+    assert text.startswith("k3-nano on one core of v7x\n")
+    assert "Division" not in text
+    assert "exchanges" not in text
+
+
+def test_divisions_of_the_experts_are_compared():
+    plan = make_plan(NANO, find_target("v7x"), cores=4)
+    text = plan_text(plan)
+    assert text.startswith("k3-nano on one of 4 cores of v7x\n")
+    rows = re.findall(r"^  (\d+) x (\d+) +([\d. ]+?)(  chosen)?$", text, re.MULTILINE)
+    assert [int(groups) for groups, *_ in rows] == [split.expert_groups for split in split_choices(NANO, 4)]
+    for groups, parts, loads, chosen in rows:
+        split = Split(NANO, 4, int(groups))
+        assert int(parts) == split.expert_parts
+        assert loads.split() == [f"{split.expected_load(n):.3f}" for n in (1, 2, 4, 8)]
+        assert bool(chosen) == (split == plan.split)
+    assert "exchanges between cores" in text
+
+
+@pytest.mark.parametrize("cores", [1, 2, 4])
+def test_the_busiest_core_reads_more_than_an_even_share(cores):
+    """Counted anew: tape and expected experts, against all weights of one token over the cores."""
+    plan = make_plan(NANO, find_target("v7x"), cores=cores)
+    entries = 3 * NANO.routed_expert_hidden_size * NANO.moe_intermediate_size
+    one_expert = entries // 2 + entries // 32
+    even = (2 * plan.tape_parameters + 5 * 4 * one_expert) / cores
+    assert even_weight_bytes(plan) == pytest.approx(even)
+    experts = 5 * plan.split.expected_load(1) * plan.split.expert_parts * plan.expert_bytes
+    assert busiest_weight_bytes(plan) == pytest.approx(plan.tape_bytes + experts)
+    assert f"{size(plan.tape_bytes + experts)}, " in plan_text(plan)
+    assert f" times the {size(even)} of an even division" in plan_text(plan)
 
 
 def test_cpu_has_no_floor():

@@ -162,7 +162,7 @@ def test_short_reason_keeps_what_matters():
 def test_launch_arguments_have_the_sizes_of_the_plan():
     plan = make_plan(ModelConfig.preset("k3-mini"), sequences=3)
     weights, caches, request = launch_arguments(plan)
-    assert weights["tape"].shape == (plan.tape_blocks, plan.block_k, plan.block_n)
+    assert weights["tape"].shape == (plan.tape_blocks, plan.block_rows, plan.block_lanes)
     assert caches["latents"].shape[1] == 3
     assert request["tokens"].shape == (3, plan.launch_steps)
 

@@ -21,7 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from launching import Ask, Ran, anew, launch_once, open_session, random_model, watch_races
 
+import megakernel.plan as planning
 from megakernel import LoadedModel, SamplingParams, stream
+from megakernel.tiling import Panel, Tiling
 
 pytestmark = pytest.mark.slow
 
@@ -149,15 +151,40 @@ def skipped(owner: type, method: str) -> Defect:
 
 
 def given_back_before_it_is_read(patch: pytest.MonkeyPatch) -> None:
-    take, give_back = stream.Tape.take, stream.Tape.give_back
+    wait, give_back = stream.Tape.wait, stream.Tape.give_back
 
-    def take_and_give_back(self: stream.Tape, index: jax.Array) -> Any:
-        slot = take(self, index)
+    def wait_and_give_back(self: stream.Tape, index: jax.Array) -> None:
+        wait(self, index)
         give_back(self, index)
-        return slot
 
-    patch.setattr(stream.Tape, "take", take_and_give_back)
+    patch.setattr(stream.Tape, "wait", wait_and_give_back)
     patch.setattr(stream.Tape, "give_back", lambda self, index: None)
+
+
+def given_back_before_its_last_use(patch: pytest.MonkeyPatch) -> None:
+    """The last cut of a block but one gives it back: for a block that matrices share, before the last of them."""
+    lay_out = planning.lay_out
+
+    def hasty(*arguments: Any) -> tuple[dict[str, Tiling], int]:
+        tilings, blocks = lay_out(*arguments)
+        cuts = [cut for tiling in tilings.values() for panel in tiling.panels for cut in panel.cuts]
+        uses = {block: [cut for cut in cuts if cut.block == block] for block in range(blocks)}
+        early = {found[-2]: True for found in uses.values() if len(found) > 1}
+        late = {found[-1]: False for found in uses.values() if len(found) > 1}
+
+        def moved(panel: Panel) -> Panel:
+            last = {cut: (early | late).get(cut, cut.last) for cut in panel.cuts}
+            return dataclasses.replace(
+                panel, cuts=tuple(dataclasses.replace(cut, last=last[cut]) for cut in panel.cuts)
+            )
+
+        broken = {
+            name: dataclasses.replace(tiling, panels=tuple(map(moved, tiling.panels)))
+            for name, tiling in tilings.items()
+        }
+        return broken, blocks
+
+    patch.setattr(planning, "lay_out", hasty)
 
 
 def read_over_the_last_write(patch: pytest.MonkeyPatch) -> None:
@@ -170,16 +197,20 @@ def read_over_the_last_write(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_vector_window(patch: pytest.MonkeyPatch) -> None:
-    """The next table is fetched over the one in use."""
+    """The next tables are fetched over those in use."""
 
-    def copy(self: stream.Vectors, index: jax.Array) -> Any:
-        return pltpu.make_async_copy(self.hbm.at[lax.rem(index, self.tables)], self.window.at[0], self.done.at[0])
+    def copies(self: stream.Vectors, index: jax.Array) -> list[Any]:
+        table = lax.rem(index, self.tables)
+        return [
+            pltpu.make_async_copy(self.hbm[name].at[table], self.windows[name].at[0], self.done[name].at[0])
+            for name in self.hbm
+        ]
 
-    def row(self: stream.Vectors, index: jax.Array, name: str, width: int) -> jax.Array:
-        at = self.plan.vector_rows[name]
-        return self.window[0, at : at + 1, :width]
+    def row(self: stream.Vectors, index: jax.Array, name: str, lanes: Any) -> jax.Array:
+        table, at = self.plan.vector_places[name]
+        return self.windows[table][0, at : at + 1, lanes]
 
-    patch.setattr(stream.Vectors, "_copy", copy)
+    patch.setattr(stream.Vectors, "_copies", copies)
     patch.setattr(stream.Vectors, "row", row)
 
 
@@ -200,9 +231,10 @@ def one_page_window(patch: pytest.MonkeyPatch) -> None:
 
 
 DEFECTS: dict[str, Defect] = {
-    "tape block taken without waiting": without_wait(stream.Tape, "take", "_copy"),
+    "tape block taken without waiting": without_wait(stream.Tape, "wait", "_copy"),
     "tape block given back before it is read": given_back_before_it_is_read,
-    "vectors not waited for": without_wait(stream.Vectors, "advance", "_copy"),
+    "tape block given back before its last use": given_back_before_its_last_use,
+    "vectors not waited for": without_wait(stream.Vectors, "advance", "_copies"),
     "vectors in one window": one_vector_window,
     "embedding rows not waited for": without_wait(stream.EmbeddingRows, "fetch", "_copy"),
     "state window used before it is read": skipped(stream.Window, "wait_read"),
