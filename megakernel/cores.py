@@ -155,8 +155,10 @@ class ManyCores:
 
 def _lanes_of(value: jax.Array, core: int, width: int) -> jax.Array:
     """Columns of one core, zeros past the end.  # [rows, n] -> [rows, width]"""
+    if core * width >= value.shape[1]:
+        return jnp.zeros((value.shape[0], width), value.dtype)
     own = value[:, core * width : (core + 1) * width]
-    return jnp.pad(own, ((0, 0), (0, width - own.shape[1])))
+    return jnp.pad(own, ((0, 0), (0, width - own.shape[1]))) if own.shape[1] < width else own
 
 
 def exchange_lanes(plan: Plan) -> int:
