@@ -216,7 +216,7 @@ class Exchange:
         return lax.rem(self.me + distance, jnp.int32(self.cores))
 
     def _device(self, peer: Scalar) -> dict[str, Any]:
-        return {"device_id": peer, "device_id_type": pl.DeviceIdType.LOGICAL}
+        return {"device_id": peer}
 
 
 def side_by_side(pieces: Ref, width: int, total: int, exponents: Ref | None = None) -> jax.Array:
