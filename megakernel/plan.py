@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from functools import cached_property
 
-from megakernel import program
+from megakernel import bank, program
 from megakernel.drafting import Drafter
 from megakernel.program import LANES, Matrix, round_up
 from megakernel.target import CPU, MIB, Number, Target
@@ -20,6 +20,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 POSITION_GROUP = 16
 """Cache positions (and embedding rows) that move together: one packed tile of any number format."""
 MAX_ROWS = 16
+_FEW_ROWS = 4
+"""Up to so many rows, experts compute just these; beyond, padding to a tile of 8 costs less."""
 _BLOCK_OVERHEAD_BYTES = 256 << 10
 """Cost of handling one block, as bytes of stream: what the block-shape search trades against padding."""
 _VMEM_SHARE = 0.9
@@ -210,17 +212,15 @@ class Plan:
 
     @cached_property
     def expert_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Rows and lanes of one expert's two pieces in the bank: gate and up side by side, then down."""
-        config = self.config
-        gate_up = 2 * round_up(config.moe_intermediate_size, LANES)
-        down = round_up(config.routed_expert_hidden_size, LANES)
-        return (
-            (self._expert_rows(config.routed_expert_hidden_size), gate_up),
-            (self._expert_rows(config.moe_intermediate_size), down),
-        )
+        """Rows and lanes of one expert's two pieces, see `megakernel.bank`."""
+        return bank.expert_shapes(self.config)
 
-    def _expert_rows(self, k: int) -> int:
-        return k if self.config.expert_format == "bf16" else round_up(sum(mxfp4_rows(k)), 8)
+    @property
+    def expert_rows(self) -> int:
+        """Rows of the experts' products: a few, or whole tiles, where every row's groups are summed apart."""
+        if self.config.expert_format == "bf16" or self.target.fp4_as == "float32":
+            return self.product_rows
+        return self.live_rows if self.live_rows <= _FEW_ROWS else round_up(self.live_rows, 8)
 
     @property
     def expert_bytes(self) -> int:
@@ -256,11 +256,6 @@ class Plan:
         from megakernel.memory import step_bytes
 
         return step_bytes(self)
-
-
-def mxfp4_rows(k: int) -> tuple[int, int]:
-    """32-bit rows of one expert matrix with k inputs: eight 4-bit codes a word, then four 8-bit scales a word."""
-    return k // 8, -(-(k // 32) // 4)
 
 
 def tile_matrix(matrix: Matrix, block_k: int, block_n: int) -> Tiling:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from launching import DATA, launch_jaxpr
 
-from megakernel import Plan, PlanError, find_target, layers, make_plan, program
+from megakernel import Plan, PlanError, bank, find_target, layers, make_plan, program
 from megakernel.kernel import layer_table
 from megakernel.memory import weight_buffers
 from megakernel.pack import pack
-from megakernel.phases.experts import decode_mxfp4 as decode_in_kernel
+from megakernel.phases.mxfp4 import decode_mxfp4 as decode_in_kernel
 from megakernel.plan import MAX_ROWS
 from megakernel.program import Matrix
 from megakernel.target import CPU
@@ -281,29 +281,39 @@ def test_vectors_come_back_from_the_tables(name: str) -> None:
         np.testing.assert_array_equal(row(layer, "out_norm", width), out_norm)
 
 
+def expert_matrices(plan: Plan, both: np.ndarray, down: np.ndarray) -> dict[str, np.ndarray]:
+    """The three matrices of one expert, [k, out], decoded as the kernel decodes them."""
+    config = plan.config
+    latent, inner = config.routed_expert_hidden_size, config.moe_intermediate_size
+    if config.expert_format == "bf16":
+        gate_up, w2 = both.view(ml_dtypes.bfloat16), down.view(ml_dtypes.bfloat16)
+    else:
+        codes, scales = latent // 8, -(-latent // 128)
+        gate_up = np.asarray(decode_in_kernel(both[:codes], both[codes : codes + scales]))
+        below = np.concatenate([both[rows, lanes] for rows, lanes in bank.down_scales(config)], axis=1)
+        w2 = np.asarray(decode_in_kernel(down[: inner // 8], below))
+    return {"w1": gate_up[:, :inner], "w3": gate_up[:, inner : 2 * inner], "w2": w2[:, :latent]}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_come_back_from_the_bank(name: str) -> None:
-    """Every expert of every layer, decoded as the kernel decodes it."""
+    """Every expert of every layer."""
     config, weights = MODELS[name], weights_of(name)
     plan = make_plan(config, context=64)
     packed = pack(plan, weights)
-    latent, inner = config.routed_expert_hidden_size, config.moe_intermediate_size
-    lanes = -(-inner // 128) * 128
     entry = 0
     for layer in range(config.num_hidden_layers):
         if not config.is_moe(layer):
             continue
         for expert in range(config.num_experts):
-            both, down = packed["bank_in"][entry], packed["bank_out"][entry]
-            pieces = {"w1": (both[:, :lanes], latent), "w3": (both[:, lanes:], latent), "w2": (down, inner)}
-            for matrix, (bank, k) in pieces.items():
+            found = expert_matrices(plan, packed["bank_in"][entry], packed["bank_out"][entry])
+            for matrix, dense in found.items():
                 stem = expert_name(layer, expert, matrix)  # type: ignore[arg-type]
                 if config.expert_format == "bf16":
-                    found, expected = bank.view(ml_dtypes.bfloat16)[:k], weights[f"{stem}.weight"]
+                    expected = weights[f"{stem}.weight"]
                 else:
-                    found = np.asarray(decode_in_kernel(bank, k))
                     expected = decode_mxfp4(weights[f"{stem}.weight_packed"], weights[f"{stem}.weight_scale"])
-                np.testing.assert_array_equal(found[:, : len(expected)], expected.T)
+                np.testing.assert_array_equal(dense, expected.T)
             entry += 1
     assert entry == len(packed["bank_in"]) == len(packed["bank_out"])
 
