@@ -1,4 +1,4 @@
-"""One model on several cores: the same tokens as on one, logits as close as rounding allows, equal bits on every core."""
+"""One model on several cores: the tokens of one core, logits as close as rounding allows, equal bits on every core."""
 
 from __future__ import annotations
 
