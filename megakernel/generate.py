@@ -20,7 +20,7 @@ from megakernel.result import FinishReason, Generation, NumericsError, Piece, Sp
 from megakernel.session import Session, SlotRequest
 from megakernel.text import TextStream
 from model.reference import jit_step
-from model.sampling import sample
+from model.sampling import adjusted_logits, sample
 
 KERNEL_PROMPT = 64
 """Longest prompt that the kernel reads itself; longer ones go through the reference's chunkwise form."""
@@ -128,6 +128,7 @@ def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings
         launch_steps=_power_of_two(max(steps, _SMALLEST_CONTEXT)),
         drafter=settings.draft.drafter if settings.draft else None,
         draft_tokens=settings.draft_tokens,
+        penalties=any(job.sampling.adjusts_logits for job in jobs),
     )
 
 
@@ -156,6 +157,7 @@ def run_group(
                 given=result.tokens[-1:],
                 position=request.position + result.steps,
                 known=[*request.known, *result.tokens],
+                output=request.output + len(result.tokens),
             )
             yield running[slot].take(result.tokens, result.logprobs, settings.stop, settings.with_logprobs)
     timing = Timing(
@@ -207,7 +209,8 @@ def run_reference(model: LoadedModel, jobs: Sequence[Job], settings: Settings) -
             if not bool(jnp.isfinite(logits).all()):
                 raise NumericsError(f"NaN or infinity in the logits of {model.config.name}")
             position = len(job.prompt) + len(progress.tokens)
-            token = int(sample(logits[0], job.sampling, job.seed, position))
+            adjusted = adjusted_logits(logits[0], job.sampling, job.prompt, progress.tokens)
+            token = int(sample(adjusted, job.sampling, job.seed, position))
             logprob = float(logits[0, token] - jnp.logaddexp.reduce(logits[0]))
             yield progress.take([token], [logprob], settings.stop, settings.with_logprobs)
             bar.update()

@@ -73,6 +73,7 @@ class Plan:
     keep_logits: bool
     tokens: int
     drafter: Drafter | None
+    penalties: bool = False
 
     @property
     def live_rows(self) -> int:
@@ -292,6 +293,7 @@ def make_plan(
     keep_logits: bool = False,
     drafter: Drafter | None = None,
     draft_tokens: int | None = None,
+    penalties: bool = False,
 ) -> Plan:
     """Chooses every static number of the kernel for one core.
 
@@ -309,6 +311,7 @@ def make_plan(
       keep_logits: write the logits of every round to HBM (tests and teacher forcing).
       drafter: proposes tokens for the next round; None decodes one token a step.
       draft_tokens: tokens drafted and verified in a round, K; default: as many as the drafter makes and rows allow.
+      penalties: keep what penalties and logit bias need: two arrays of the vocabulary in VMEM for each sequence.
 
     Raises:
       PlanError: the request cannot be served; the message says which number is too large and which knob helps.
@@ -339,6 +342,7 @@ def make_plan(
         keep_logits=keep_logits,
         tokens=tokens,
         drafter=drafter,
+        penalties=penalties,
     )
     depth = _deepest_ring(plan) if ring_depth is None else min(ring_depth, plan.tape_blocks)
     plan = dataclasses.replace(plan, ring_depth=depth)
