@@ -261,7 +261,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _bias(text: str) -> tuple[int, float]:
     token, _, value = text.partition("=")
-    return int(token), float(value)
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a token id and a number, as 17=-2.5") from None
 
 
 def _add_draft_options(parser: argparse.ArgumentParser) -> None:
