@@ -36,7 +36,7 @@ CASES = {
     "frequency": SamplingParams(frequency_penalty=0.5),
     "frequency is liked": SamplingParams(frequency_penalty=-0.5),
     "bias": SamplingParams(logit_bias=BIAS),
-    "few tokens": SamplingParams(frequency_penalty=0.7, logit_bias=dict.fromkeys((5, 17, 100, 200), 12.0)),
+    "few tokens": SamplingParams(frequency_penalty=0.7, logit_bias=dict.fromkeys((16, 17, 18, 19), 12.0)),
     "all, greedy": SamplingParams(0.0, 0, 1.0, 0.0, 1.3, 0.4, 0.3, BIAS),
     "all, sampled": SamplingParams(0.9, 40, 0.9, 0.01, 1.3, 0.4, 0.3, BIAS),
 }
@@ -268,7 +268,7 @@ def differs(case: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
 def test_mistakes_show(mistake: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where four tokens take turns, one count too many or too few shows at once."""
+    """Four neighbouring tokens take turns, and a wrong draft is off by one: a wrong count shows at once."""
     plain("few tokens")
     if mistake:
         MISTAKES[mistake](monkeypatch)
