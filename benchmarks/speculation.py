@@ -176,7 +176,9 @@ def _print_table(model: LoadedModel, lines: list[Line]) -> None:
             f"{statistics.median(line.per_second):>10.1f}{1e3 * statistics.median(line.round_seconds):>10.2f}"
             f"{_share(line, bare.get((line.drafts, line.temperature))):>10}{distinct:>10.0%}  {text!r}"
         )
-    print(f"\nDrafting: time of a round that {Unhelpful.name!r} with as many rows does without (measured, best of the prompts).")
+    print(
+        f"\nDrafting: time of a round that {Unhelpful.name!r} with as many rows does without (measured, best prompt)."
+    )
     print("Seconds include the prompt, which the kernel reads K + 1 tokens a round; compilation is not in them.")
 
 
