@@ -118,8 +118,9 @@ def _choose(step: Step, row: Scalar, sequence: Scalar, token: Scalar) -> None:
     position = refs.current[POSITION, sequence] + token + 1
     adjusted = logits
     if plan.penalties:
-        penalty.count_draft(plan, refs, sequence, token)
+        penalty.count_drafts(plan, refs, sequence, token, penalty.ONE_OUTPUT)
         adjusted = penalty.adjust(refs, sequence)
+        penalty.count_drafts(plan, refs, sequence, token, -penalty.ONE_OUTPUT)
     chosen = sample.choose_token(adjusted, scratch, sampling, position)
     following = refs.status[sequence, TAKEN] + token + 1
     given = refs.tokens[sequence, jnp.minimum(following, plan.launch_steps - 1)]

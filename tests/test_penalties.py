@@ -1,7 +1,7 @@
 """Penalties and logit bias: the kernel's choices are those of the definition, and drafts change none of them.
 
 The definition is `model.sampling.adjusted_logits`, written for one row and all tokens before it. The kernel counts
-tokens as they come, drafts included, and takes refused drafts back.
+tokens as they come, and the drafts of a round while it chooses for a row behind them.
 """
 
 from __future__ import annotations
@@ -173,58 +173,58 @@ def patched(name: str, change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyP
     return lambda patch: patch.setattr(penalty, name, change(getattr(penalty, name)))
 
 
-def one_row_late(count_draft: Any) -> Any:
+def one_row_late(count_drafts: Any) -> Any:
     """A row does not see its own draft, only those before it."""
 
-    def late(plan: Any, refs: Any, sequence: Any, t: Any) -> None:
-        count_draft(plan, refs, sequence, jnp.maximum(t - 1, 0))
+    def late(plan: Any, refs: Any, sequence: Any, t: Any, amount: int) -> None:
+        count_drafts(plan, refs, sequence, jnp.maximum(t - 1, 0), amount)
 
     return late
 
 
-def one_row_early(count_draft: Any) -> Any:
-    def early(plan: Any, refs: Any, sequence: Any, t: Any) -> None:
-        count_draft(plan, refs, sequence, jnp.minimum(t + 1, plan.tokens - 1))
+def one_row_early(count_drafts: Any) -> Any:
+    def early(plan: Any, refs: Any, sequence: Any, t: Any, amount: int) -> None:
+        count_drafts(plan, refs, sequence, jnp.minimum(t + 1, plan.tokens - 1), amount)
 
     return early
 
 
-def drafts_do_not_count(count_draft: Any) -> Any:
+def drafts_do_not_count(count_drafts: Any) -> Any:
     """Every row sees the counts of the anchor."""
-    return lambda plan, refs, sequence, t: None
+    return lambda plan, refs, sequence, t, amount: None
 
 
 def no_bias_on_drafts(patch: pytest.MonkeyPatch) -> None:
     rows: list[Any] = []
-    count, piece = penalty.count_draft, penalty.adjust
+    count, piece = penalty.count_drafts, penalty.adjust
 
-    def at(plan: Any, refs: Any, sequence: Any, t: Any) -> None:
+    def at(plan: Any, refs: Any, sequence: Any, t: Any, amount: int) -> None:
         rows.append(t)
-        count(plan, refs, sequence, t)
+        count(plan, refs, sequence, t, amount)
 
     def adjust(refs: Any, sequence: Any) -> Any:
         biased = piece(refs, sequence)
         biased[...] = biased[...] - jnp.where(rows[-1] == 0, 0.0, refs.logit_bias[sequence])
         return biased
 
-    patch.setattr(penalty, "count_draft", at)
+    patch.setattr(penalty, "count_drafts", at)
     patch.setattr(penalty, "adjust", adjust)
 
 
 def penalties_in_row_0_only(patch: pytest.MonkeyPatch) -> None:
     rows: list[Any] = []
-    count, piece = penalty.count_draft, penalty.adjust
+    count, piece = penalty.count_drafts, penalty.adjust
 
-    def at(plan: Any, refs: Any, sequence: Any, t: Any) -> None:
+    def at(plan: Any, refs: Any, sequence: Any, t: Any, amount: int) -> None:
         rows.append(t)
-        count(plan, refs, sequence, t)
+        count(plan, refs, sequence, t, amount)
 
     def adjust(refs: Any, sequence: Any) -> Any:
         adjusted = piece(refs, sequence)
         adjusted[...] = jnp.where(rows[-1] == 0, adjusted[...], refs.row_logits[...])
         return adjusted
 
-    patch.setattr(penalty, "count_draft", at)
+    patch.setattr(penalty, "count_drafts", at)
     patch.setattr(penalty, "adjust", adjust)
 
 
@@ -236,23 +236,22 @@ def last_token_is_not_counted(settle: Any) -> Any:
     return wrong
 
 
-def refused_drafts_stay(settle: Any) -> Any:
-    def wrong(plan: Any, refs: Any, sequence: Any, emitted: Any) -> None:
-        taken = refs.status[sequence, 0]
-        is_new = (emitted > 0) & (taken >= refs.request[sequence, 1])
-        penalty.count_token(refs, sequence, refs.current[0, sequence], jnp.where(is_new, penalty.ONE_OUTPUT, 0))
+def drafts_stay(count_drafts: Any) -> Any:
+    def wrong(plan: Any, refs: Any, sequence: Any, t: Any, amount: int) -> None:
+        if amount > 0:
+            count_drafts(plan, refs, sequence, t, amount)
 
     return wrong
 
 
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "counts one row late": patched("count_draft", one_row_late),
-    "counts one row early": patched("count_draft", one_row_early),
-    "drafts are not counted": patched("count_draft", drafts_do_not_count),
+    "counts one row late": patched("count_drafts", one_row_late),
+    "counts one row early": patched("count_drafts", one_row_early),
+    "drafts are not counted": patched("count_drafts", drafts_do_not_count),
     "penalties in row 0 only": penalties_in_row_0_only,
     "no bias on drafted rows": no_bias_on_drafts,
     "the last token is not counted": patched("settle_counts", last_token_is_not_counted),
-    "refused drafts stay counted": patched("settle_counts", refused_drafts_stay),
+    "drafts stay counted": patched("count_drafts", drafts_stay),
 }
 
 

@@ -1,9 +1,10 @@
 """Logit bias and penalties: what one row's raw logits become before temperature and filters, in greedy decoding too.
 
 `token_counts` holds for every sequence and vocabulary entry whether the entry stands in the prompt and how often in the
-output so far, in one number: `IN_PROMPT` + `ONE_OUTPUT` times the count. Drafts of a round count as output for the rows
-behind them, because that is what they are if they are accepted; what was refused is taken back after the round. So a
-row sees the counts that plain decoding would have there. Only plans with `penalties` hold any of this.
+output so far, in one number: `IN_PROMPT` + `ONE_OUTPUT` times the count. Drafts of a round count as output for their
+own row and the rows behind it, because that is what they are if they are accepted: they are counted while such a row
+is chosen, and taken back. So a row sees the counts that plain decoding would have there, in whatever order and on
+whatever core rows are chosen. Only plans with `penalties` hold any of this.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from megakernel.memory import COUNT, GIVEN, TAKEN, TOKEN
+from megakernel.memory import GIVEN, TAKEN
 from megakernel.plan import Plan
 from megakernel.stream import Ref, Scalar
 from megakernel.vocabulary import for_pieces, tile_of
@@ -59,28 +60,27 @@ def adjust(refs: SimpleNamespace, sequence: Scalar) -> Ref:
     return adjusted
 
 
-def count_draft(plan: Plan, refs: SimpleNamespace, sequence: Scalar, t: Scalar) -> None:
-    """Counts the token in row `t` of a round for this row and those behind it, if it is a draft."""
-    row = t * plan.sequences + sequence
-    _count(refs, sequence, refs.window[row], _is_draft(refs, sequence, t, refs.status[sequence, TAKEN]))
+def count_drafts(plan: Plan, refs: SimpleNamespace, sequence: Scalar, t: Scalar, amount: int) -> None:
+    """Adds `amount` to the count of every draft of a sequence up to row `t` of the round.
+
+    A row holds a draft if it is neither the anchor nor a given token.
+    """
+    given, taken = refs.request[sequence, GIVEN], refs.status[sequence, TAKEN]
+
+    def one(u: Scalar, _: None) -> None:
+        count_token(refs, sequence, refs.window[u * plan.sequences + sequence], amount)
+
+    lax.fori_loop(jnp.maximum(given - taken, 1), t + 1, one, None)
 
 
 def settle_counts(plan: Plan, refs: SimpleNamespace, sequence: Scalar, emitted: Scalar) -> None:
-    """After `emitted` tokens of a round were accepted: takes refused drafts back, and counts the last new token."""
-    taken = refs.status[sequence, TAKEN]
+    """Counts the new ones of the `emitted` tokens that a round has taken the sequence on by."""
+    before = refs.status[sequence, TAKEN] - emitted
 
-    def take_back(t: Scalar, _: None) -> None:
-        refused = _is_draft(refs, sequence, t, taken - emitted) & (t < refs.current[COUNT, sequence])
-        _count(refs, sequence, refs.window[t * plan.sequences + sequence], refused, -ONE_OUTPUT)
+    def one(t: Scalar, _: None) -> None:
+        count_token(refs, sequence, refs.row_tokens[t * plan.sequences + sequence], ONE_OUTPUT)
 
-    lax.fori_loop(jnp.maximum(emitted, 1), plan.tokens, take_back, None)
-    is_new = (emitted > 0) & (taken >= refs.request[sequence, GIVEN])
-    _count(refs, sequence, refs.current[TOKEN, sequence], is_new)
-
-
-def _is_draft(refs: SimpleNamespace, sequence: Scalar, t: Scalar, taken: Scalar) -> Scalar:
-    """Whether row `t` of a round that began with `taken` tokens holds a draft: neither the anchor nor a given token."""
-    return (t > 0) & (taken + t >= refs.request[sequence, GIVEN])
+    lax.fori_loop(jnp.maximum(refs.request[sequence, GIVEN] - before - 1, 0), emitted, one, None)
 
 
 def count_token(refs: SimpleNamespace, sequence: Scalar, token: Scalar, amount: Scalar | int) -> None:
@@ -88,7 +88,3 @@ def count_token(refs: SimpleNamespace, sequence: Scalar, token: Scalar, amount: 
     columns, here = tile_of(refs.token_counts.shape[1:], token)
     tile = refs.token_counts[sequence, :, columns]
     refs.token_counts[sequence, :, columns] = tile + jnp.where(here, amount, 0)
-
-
-def _count(refs: SimpleNamespace, sequence: Scalar, token: Scalar, condition: Scalar, amount: int = ONE_OUTPUT) -> None:
-    count_token(refs, sequence, token, jnp.where(condition, amount, 0))
