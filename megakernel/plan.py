@@ -62,6 +62,7 @@ class Plan:
     keep_logits: bool
     tokens: int
     drafter: Drafter | None
+    penalties: bool = False
 
     @property
     def live_rows(self) -> int:
@@ -277,6 +278,7 @@ def make_plan(
     keep_logits: bool = False,
     drafter: Drafter | None = None,
     draft_tokens: int | None = None,
+    penalties: bool = False,
 ) -> Plan:
     """Chooses every static number of the kernel.
 
@@ -297,6 +299,7 @@ def make_plan(
       keep_logits: write the logits of every round to HBM (tests and teacher forcing).
       drafter: proposes tokens for the next round; None decodes one token a step.
       draft_tokens: tokens drafted and verified in a round, K; default: as many as the drafter makes and rows allow.
+      penalties: keep what penalties and logit bias need: two arrays of the vocabulary in VMEM for each sequence.
 
     Raises:
       PlanError: the request cannot be served; the message says which number is too large and which knob helps.
@@ -329,6 +332,7 @@ def make_plan(
         keep_logits=keep_logits,
         tokens=tokens,
         drafter=drafter,
+        penalties=penalties,
     )
     slots = expert_slots or max(1, int(target.vmem_bytes * _EXPERT_SHARE) // plan.expert_bytes)
     plan = dataclasses.replace(plan, expert_slots=min(slots, plan.max_distinct_experts))
