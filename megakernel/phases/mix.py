@@ -16,7 +16,6 @@ from megakernel.phases.linear import rounded
 from megakernel.plan import Plan
 from megakernel.stream import Ref, Scalar
 
-
 _PIECE_LANES = 1024
 
 
