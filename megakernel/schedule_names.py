@@ -1,0 +1,144 @@
+"""Which loop of the compiled kernel is which, by the buffers that it touches, and how often it turns in a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megakernel.tiling import find_repeat
+from megakernel.vocabulary import piece_count, vocabulary_shape
+
+if TYPE_CHECKING:
+    from megakernel.plan import Plan
+    from megakernel.schedule import Loop
+
+_KDA = {"state", "tails", "kda_rows", "kda_read", "trial_state", "pending"}
+_MLA = {"page", "latent_group", "fresh", "queries", "contexts"}
+_MOE = {"expert_weights", "expert_input", "expert_sum", "chosen_experts"}
+_LOGITS = {"row_logits", "scaled_logits", "logit_mass"}
+_SENDS = {"sent", "received", "outbox", "logits_sent", "logits_received", "logits_outbox"}
+_EXPERT_COPIES = {"expert_in_done", "expert_out_done"}
+SUBLAYERS = ("KDA", "MLA", "dense", "MoE")
+
+
+def name_loops(program: Loop, plan: Plan) -> None:
+    """Names the loops of `kernel.decode_rounds` and says how often each turns; leaves what is not certain alone."""
+    if not program.inner:
+        return
+    round_ = max(program.inner, key=lambda loop: loop.total)
+    round_.name = "round"
+    owned = _buffers_of_sublayers(plan)
+    layer = next((loop for loop in round_.inner if _sublayers_inside(loop, owned)), None)
+    if layer is not None:
+        layer.name, layer.turns = "layer", plan.config.num_hidden_layers
+        for loop in layer.inner:
+            _name_sublayer(loop, plan, owned)
+    after = round_.inner[round_.inner.index(layer) + 1 :] if layer in round_.inner else round_.inner
+    for loop in after:
+        _name_after_layers(loop, plan)
+
+
+def expected_experts(plan: Plan) -> float:
+    """Distinct experts of a layer of which the busiest core is expected to read its part, in a step of live rows."""
+    return plan.split.expected_load(plan.live_rows) * plan.split.expert_parts
+
+
+def layers_of(plan: Plan) -> dict[str, int]:
+    """How many layers have each kind of sublayer."""
+    config = plan.config
+    return {
+        "KDA": len(config.kda_layers),
+        "MLA": len(config.mla_layers),
+        "dense": config.num_hidden_layers - plan.moe_layers,
+        "MoE": plan.moe_layers,
+    }
+
+
+def _buffers_of_sublayers(plan: Plan) -> dict[str, set[str]]:
+    own = {"KDA": _KDA, "MLA": _MLA, "dense": set(), "MoE": _MOE}
+    outs = {name: {f"out_{m.name}" for m in plan.sections.get(name.lower(), ())} for name in SUBLAYERS}
+    return {name: own[name] | outs[name] for name in SUBLAYERS if layers_of(plan)[name]}
+
+
+def _touched(loop: Loop) -> set[str]:
+    return {name for _, inner in loop.walk() for name in inner.touches}
+
+
+def _sublayers_inside(loop: Loop, owned: dict[str, set[str]]) -> bool:
+    """Whether every sublayer has a loop of its own directly inside."""
+    return all(any(_touched(inner) & buffers for inner in loop.inner) for buffers in owned.values())
+
+
+def _name_sublayer(loop: Loop, plan: Plan, owned: dict[str, set[str]]) -> None:
+    touched, layers = _touched(loop), plan.config.num_hidden_layers
+    hits = {name: len(touched & buffers) for name, buffers in owned.items()}
+    name = max(hits, key=lambda name: hits[name])
+    if hits[name]:
+        loop.name, loop.turns = name, layers_of(plan)[name] / layers
+        for inner in loop.inner:
+            _name_inside_sublayer(inner, plan)
+    elif touched == {"stream"}:
+        loop.name, loop.turns = "write snapshot", plan.config.num_snapshots / layers
+    elif "taps" in touched and plan.drafter:
+        loop.name, loop.turns = "keep for the drafter", len(plan.drafter.taps) / layers
+
+
+def _name_inside_sublayer(loop: Loop, plan: Plan) -> None:
+    touched = _touched(loop)
+    if "expert_sum" in touched:
+        loop.name, loop.turns = "expert", expected_experts(plan)
+        for inner in loop.inner:
+            ahead = max(0.0, expected_experts(plan) - plan.expert_slots)
+            inner.name, inner.turns = "start an expert", ahead / expected_experts(plan)
+    elif _EXPERT_COPIES & touched:
+        loop.name, loop.turns = "start an expert", min(expected_experts(plan), plan.expert_slots)
+    elif touched == {"chosen_experts"}:
+        loop.name, loop.turns = "find an expert", max(0.0, expected_experts(plan) - plan.expert_slots)
+    elif "page_done" in touched:
+        _name_pages(loop, plan)
+    elif "trial_state" in touched:
+        _name_delta_rule(loop, plan)
+    elif touched and touched <= _SENDS:
+        loop.name, loop.turns = "send", plan.split.cores - 1
+    else:
+        _name_product(loop, plan, touched)
+
+
+def _name_pages(loop: Loop, plan: Plan) -> None:
+    pages = -(-plan.context // 2 // plan.page)
+    if "page_done" not in loop.touches:
+        loop.name, loop.turns = "sequence", plan.sequences
+        loop = next(inner for inner in loop.inner if "page_done" in _touched(inner))
+    loop.name, loop.turns = "page", pages
+    for inner in loop.inner:
+        inner.turns = 1 / pages if "fresh" in inner.touches else 1
+
+
+def _name_delta_rule(loop: Loop, plan: Plan) -> None:
+    if loop.inner:
+        loop.name, loop.turns = "heads", plan.split.kda_heads // plan.head_group
+    for inner in loop.inner or [loop]:
+        inner.name, inner.turns = "token", plan.tokens
+
+
+def _name_product(loop: Loop, plan: Plan, touched: set[str]) -> None:
+    """A product that repeats: of the one output that it writes."""
+    outs = [name.removeprefix("out_") for name in touched if name.startswith("out_")]
+    if "ring" not in touched or len(outs) != 1 or outs[0] not in plan.tilings:
+        return
+    repeat = find_repeat(plan.tilings[outs[0]])
+    loop.name, loop.turns = f"product {outs[0]}", repeat.turns if repeat else 1
+
+
+def _name_after_layers(loop: Loop, plan: Plan) -> None:
+    touched = _touched(loop)
+    if "out_head" in touched and "ring" in touched:
+        _name_product(loop, plan, touched)
+    elif touched and touched <= _SENDS:
+        loop.name, loop.turns = "send", plan.split.cores - 1
+    elif touched & _LOGITS:
+        loop.name = "sampling"
+        for inner in loop.inner:
+            if inner.inner and "scaled_logits" in _touched(inner):
+                inner.name, inner.turns = "draw (if sampled)", 0
+            else:
+                inner.turns = piece_count(vocabulary_shape(plan.config.vocab_size, plan.split.cores))
