@@ -30,8 +30,7 @@ def name_loops(program: Loop, plan: Plan) -> None:
     layer = next((loop for loop in round_.inner if _sublayers_inside(loop, owned)), None)
     if layer is not None:
         layer.name, layer.turns = "layer", plan.config.num_hidden_layers
-        for loop in layer.inner:
-            _name_sublayer(loop, plan, owned)
+        _name_inside_layer(layer, plan, owned)
     after = round_.inner[round_.inner.index(layer) + 1 :] if layer in round_.inner else round_.inner
     for loop in after:
         _name_after_layers(loop, plan)
@@ -64,22 +63,32 @@ def _touched(loop: Loop) -> set[str]:
 
 
 def _sublayers_inside(loop: Loop, owned: dict[str, set[str]]) -> bool:
-    """Whether every sublayer has a loop of its own directly inside."""
-    return all(any(_touched(inner) & buffers for inner in loop.inner) for buffers in owned.values())
+    """Whether sublayers have loops of their own directly inside; one may keep all that it computes in registers."""
+    found = [name for name, buffers in owned.items() if any(_touched(inner) & buffers for inner in loop.inner)]
+    return bool(found) and len(found) >= len(owned) - 1
 
 
-def _name_sublayer(loop: Loop, plan: Plan, owned: dict[str, set[str]]) -> None:
-    touched, layers = _touched(loop), plan.config.num_hidden_layers
-    hits = {name: len(touched & buffers) for name, buffers in owned.items()}
-    name = max(hits, key=lambda name: hits[name])
-    if hits[name]:
-        loop.name, loop.turns = name, layers_of(plan)[name] / layers
-        for inner in loop.inner:
-            _name_inside_sublayer(inner, plan)
-    elif touched == {"stream"}:
-        loop.name, loop.turns = "write snapshot", plan.config.num_snapshots / layers
-    elif "taps" in touched and plan.drafter:
-        loop.name, loop.turns = "keep for the drafter", len(plan.drafter.taps) / layers
+def _name_inside_layer(layer: Loop, plan: Plan, owned: dict[str, set[str]]) -> None:
+    layers, left = plan.config.num_hidden_layers, dict(owned)
+    for loop in layer.inner:
+        touched = _touched(loop)
+        name = max(owned, key=lambda name: len(touched & owned[name]))
+        if touched & owned[name]:
+            left.pop(name, None)
+            _name_sublayer(loop, plan, name)
+        elif touched == {"stream"}:
+            loop.name, loop.turns = "write snapshot", plan.config.num_snapshots / layers
+        elif "taps" in touched and plan.drafter:
+            loop.name, loop.turns = "keep for the drafter", len(plan.drafter.taps) / layers
+    unnamed = [loop for loop in layer.inner if loop.name == "loop" and "ring" in _touched(loop)]
+    if len(left) == len(unnamed) == 1:
+        _name_sublayer(unnamed[0], plan, *left)
+
+
+def _name_sublayer(loop: Loop, plan: Plan, name: str) -> None:
+    loop.name, loop.turns = name, layers_of(plan)[name] / plan.config.num_hidden_layers
+    for inner in loop.inner:
+        _name_inside_sublayer(inner, plan)
 
 
 def _name_inside_sublayer(loop: Loop, plan: Plan) -> None:
@@ -136,7 +145,9 @@ def _name_after_layers(loop: Loop, plan: Plan) -> None:
     elif touched and touched <= _SENDS:
         loop.name, loop.turns = "send", plan.split.cores - 1
     elif touched & _LOGITS:
-        loop.name = "sampling"
+        loop.name, loop.turns = "sampling", plan.live_rows if plan.split.cores == 1 else 1
+        while "row_tokens" not in loop.touches and loop.inner:
+            loop = max(loop.inner, key=lambda inner: inner.total)
         for inner in loop.inner:
             if inner.inner and "scaled_logits" in _touched(inner):
                 inner.name, inner.turns = "draw (if sampled)", 0
