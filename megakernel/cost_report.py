@@ -62,7 +62,8 @@ def comparison_text(plan_of: Callable[[int], Plan]) -> str:
 def _phases(cost: Cost) -> Iterator[str]:
     kind = "compiled" if cost.compiled else "estimated"
     yield (
-        f"A step on one core at position {cost.position:,} (predicted; bundles {kind}), {plural(cost.plan.live_rows, 'row')}"
+        f"A step of {plural(cost.plan.live_rows, 'row')} on one core at position {cost.position:,} "
+        f"(predicted; bundles {kind})"
     )
     heads = ("from and to HBM", "bundles", "exchanges", "sent", "computing", "for HBM", "for others", "us in all")
     yield f"  {'':<18}" + "".join(f"{head:>{max(11, len(head) + 2)}}" for head in heads)
@@ -87,12 +88,12 @@ def _divisions(plan: Plan) -> Iterator[str]:
     yield "Routed experts of a step on the busiest core, padding included, expected:"
     yield f"  {'division':<18}" + "".join(f"{plural(rows, 'row'):>12}" for rows in ROWS)
     for split in split_choices(plan.config, plan.split.cores):
-        loads = []
+        division, loads = f"{split.expert_groups} x {split.expert_parts}", ""
         for rows in ROWS:
             other = dataclasses.replace(plan, split=split, sequences=rows, tokens=1)
-            loads.append(size(plan.moe_layers * expected_experts(other) * other.expert_bytes))
+            loads += f"{size(plan.moe_layers * expected_experts(other) * other.expert_bytes):>12}"
         chosen = "  chosen" if split == plan.split else ""
-        yield f"  {f'{split.expert_groups} x {split.expert_parts}':<18}{''.join(f'{load:>12}' for load in loads)}{chosen}"
+        yield f"  {division:<18}{loads}{chosen}"
 
 
 def _assumptions(cost: Cost) -> Iterator[str]:

@@ -7,7 +7,7 @@ is not counted. The core computes, or waits for a copy or an exchange.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
+from collections import defaultdict, deque
 from typing import Literal
 
 from megakernel.rates import Rates
@@ -38,10 +38,10 @@ class Pipeline:
         self.rates, self.block_bytes = rates, block_bytes
         self.now = self._memory_free = 0.0
         self.phase = ""
-        self.spent: Counter[tuple[str, Kind]] = Counter()
-        self.moved: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
-        self.exchanges: Counter[str] = Counter()
+        self.spent: defaultdict[tuple[str, Kind], float] = defaultdict(float)
+        self.moved: defaultdict[str, float] = defaultdict(float)
+        self.sent: defaultdict[str, float] = defaultdict(float)
+        self.exchanges: defaultdict[str, int] = defaultdict(int)
         self.spans: list[Span] = []
         self.flights: list[Span] = []
         self._reads: dict[str, float] = {}
@@ -50,8 +50,10 @@ class Pipeline:
 
     def start_over(self) -> float:
         """Forgets what was counted, but not what is in flight; the time."""
-        for counter in (self.spent, self.moved, self.sent, self.exchanges, self.spans, self.flights):
-            counter.clear()
+        for counted in (self.spent, self.moved, self.sent, self.exchanges):
+            counted.clear()
+        self.spans.clear()
+        self.flights.clear()
         return self.now
 
     def compute(self, seconds: float, name: str) -> None:

@@ -191,8 +191,8 @@ def aot_text(report: AotReport) -> str:
         f"  time       {report.lower_seconds:.1f} s to lower, {report.compile_seconds:.1f} s to compile, "
         + ("dump of the schedule included" if report.schedule else "on this machine"),
         f"  VMEM       {planned}: the compiler found room for it",
-        f"  HBM        {size(report.argument_bytes)} of arguments a core, of which {size(report.alias_bytes)} (caches) are "
-        f"updated in place; {size(report.temp_bytes)} temporary",
+        f"  HBM        {size(report.argument_bytes)} of arguments a core, of which {size(report.alias_bytes)} (caches) "
+        f"are updated in place; {size(report.temp_bytes)} temporary",
         f"  code       {size(report.code_bytes)}",
     ]
     if report.schedule is not None:
