@@ -114,9 +114,9 @@ def _name_inside_sublayer(loop: Loop, plan: Plan) -> None:
 
 def _name_pages(loop: Loop, plan: Plan) -> None:
     pages = -(-plan.context // 2 // plan.page)
-    if "page_done" not in loop.touches:
+    if plan.sequences > 1 and loop.inner:
         loop.name, loop.turns = "sequence", plan.sequences
-        loop = next(inner for inner in loop.inner if "page_done" in _touched(inner))
+        loop = max(loop.inner, key=lambda inner: inner.total)
     loop.name, loop.turns = "page", pages
     for inner in loop.inner:
         inner.turns = 1 / pages if "fresh" in inner.touches else 1

@@ -206,7 +206,9 @@ def test_generate_with_a_drafter_prints_the_same_text(capsys):
 
 
 def test_warnings_are_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("megakernel.__main__.find_machine", lambda *_: warnings.warn("too slow", stacklevel=1) or (CPU, 1))
+    monkeypatch.setattr(
+        "megakernel.__main__.find_machine", lambda *_: warnings.warn("too slow", stacklevel=1) or (CPU, 1)
+    )
     assert main(["plan", "k3-mini"]) == 0
     assert capsys.readouterr().err == "one-launch: too slow\n"
 
