@@ -19,6 +19,8 @@ import jax
 
 from megakernel.aot import AotError, compile_for
 from megakernel.backends import NAMES, resolve_backend
+from megakernel.cost import predict
+from megakernel.cost_report import compares, comparison_text, cost_text
 from megakernel.decode import decode, find_draft
 from megakernel.drafting import Drafter
 from megakernel.draw import DrawingError, draw_plan
@@ -28,7 +30,8 @@ from megakernel.plan import Plan, make_plan
 from megakernel.report import machine_name, plan_text, plural
 from megakernel.request import make_jobs
 from megakernel.result import Generation, NumericsError, Piece
-from megakernel.target import TARGETS, find_target
+from megakernel.target import TARGETS
+from megakernel.topology import TOPOLOGIES, find_machine
 from model.config import ConfigError, ModelConfig
 from model.presets import PRESETS
 from model.sampling import SamplingParams
@@ -157,25 +160,32 @@ def _print_logprobs(model: LoadedModel, done: _Done) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    target, config = find_target(options.target), find_config(options.model)
-    plan = make_plan(
+    config = find_config(options.model)
+    target, cores = find_machine(options.target, options.cores)
+    plan_of = functools.partial(
+        make_plan,
         config,
         target,
-        cores=options.cores,
+        cores=cores,
         expert_groups=options.expert_groups,
-        sequences=options.sequences,
         context=options.context,
         ring_depth=options.ring_depth,
         expert_slots=options.expert_slots,
         drafter=_drafter(config, options.draft),
         draft_tokens=options.draft_tokens,
     )
+    plan = plan_of(sequences=options.sequences)
     print(plan_text(plan), flush=True)
     if options.draw:
         draw_plan(plan).savefig(options.draw, dpi=100)
         _note(f"drawn to {options.draw}")
-    if options.compile:
-        print(f"\n{compile_for(plan, schedule=True)}")
+    compiled = compile_for(plan, schedule=True) if options.compile else None
+    if compiled:
+        print(f"\n{compiled}")
+    if target.hbm_bytes_per_s and not plan.drafter:
+        print(f"\n{cost_text(predict(plan, schedule=compiled.schedule if compiled else None))}")
+        if compares(plan):
+            print(f"\n{comparison_text(lambda rows: plan_of(sequences=rows))}")
 
 
 def _drafter(config: ModelConfig, draft: str) -> Drafter | None:
@@ -245,10 +255,13 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="show the kernel's plan of a model", description="Shows a plan.")
     plan.add_argument("model", help=f"{', '.join(sorted(PRESETS))}, or a checkpoint folder")
-    plan.add_argument("--target", default="v7x", help=f"{', '.join(TARGETS)} (%(default)s)")
-    plan.add_argument("--cores", type=int, default=1, metavar="N", help="cores that share the model (%(default)s)")
+    machines = ", ".join([*TARGETS, *TOPOLOGIES])
+    plan.add_argument("--target", default="v7x", help=f"a kind of core, or a machine: {machines} (%(default)s)")
+    plan.add_argument("--cores", type=int, metavar="N", help="cores that share the model (1, or all of a machine)")
     plan.add_argument("--expert-groups", type=int, metavar="N", help="groups of whole experts (whatever reads least)")
-    plan.add_argument("--sequences", type=int, default=1, metavar="N", help="sequences together (%(default)s)")
+    plan.add_argument(
+        "--sequences", "--rows", type=int, default=1, metavar="N", help="sequences together (%(default)s)"
+    )
     plan.add_argument("--context", type=int, metavar="N", help="positions of a sequence (the model's, at most 4096)")
     plan.add_argument("--ring-depth", type=int, metavar="N", help="tape blocks in flight (as many as fit)")
     plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (a quarter of it)")
