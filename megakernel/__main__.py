@@ -246,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--sequences", type=int, default=1, metavar="N", help="sequences together (%(default)s)")
     plan.add_argument("--context", type=int, metavar="N", help="positions of a sequence (the model's, at most 4096)")
     plan.add_argument("--ring-depth", type=int, metavar="N", help="tape blocks in flight (as many as fit)")
-    plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (4)")
+    plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (a quarter of it)")
     _add_draft_options(plan)
     plan.add_argument("--compile", action="store_true", help="compile it with the TPU compiler; needs no TPU")
     plan.add_argument("--draw", metavar="FILE", help="draw it: a picture in any format of matplotlib, by the suffix")

@@ -56,7 +56,8 @@ class Exchange:
     format, so the numbers follow the same rules for every number of cores.
 
     Args:
-      axis: name of the mesh axis; cores: its size.
+      axis: name of the mesh's only axis, so that a core's place on it is its device id; cores: its size. Devices in
+        chip-major order make farthest-first sends end with the sibling core.
       outbox: [cores, rows, lanes] in the wire's dtype.
       inbox: [2, cores, rows, lanes] in the wire's dtype. If `lanes` is a multiple of 128, pieces travel as whole tiles.
       sent, received: DMA semaphores, [1] and one per half of the inbox.
@@ -83,7 +84,7 @@ class Exchange:
         self.half[0] = 0
         if barrier and self.cores > 1:
             semaphore = pltpu.get_barrier_semaphore()
-            self._for_each_peer(lambda peer: pl.semaphore_signal(semaphore, 1, **self._device(peer)))
+            self._for_each_peer(lambda peer: pl.semaphore_signal(semaphore, 1, device_id=peer))
             pl.semaphore_wait(semaphore, self.cores - 1)
 
     def start_gather(self, *values: jax.Array) -> None:
@@ -185,7 +186,7 @@ class Exchange:
 
         def send(peer: Scalar) -> None:
             pltpu.make_async_remote_copy(
-                piece_for(peer), landing, self.sent.at[0], self.received.at[half], **self._device(peer)
+                piece_for(peer), landing, self.sent.at[0], self.received.at[half], device_id=peer
             ).start()
 
         self._for_each_peer(send)
@@ -214,9 +215,6 @@ class Exchange:
         if self.cores & (self.cores - 1) == 0:
             return self.me ^ distance
         return lax.rem(self.me + distance, jnp.int32(self.cores))
-
-    def _device(self, peer: Scalar) -> dict[str, Any]:
-        return {"device_id": peer, "device_id_type": pl.DeviceIdType.LOGICAL}
 
 
 def side_by_side(pieces: Ref, width: int, total: int, exponents: Ref | None = None) -> jax.Array:
@@ -261,7 +259,7 @@ def _one_tile(pieces: list[jax.Array], width: int) -> jax.Array:
 def split3(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Three float32 values of bfloat16 precision whose sum is `x` exactly, so that statistics survive a bfloat16 wire.
 
-    Holds for zero and 2**-103 <= |x| < infinity; what is not finite arrives as NaN or infinity. Bits are cut off, not
+    Holds for zeros and 2**-103 <= |x| < infinity; what is not finite arrives as NaN or infinity. Bits are cut off, not
     rounded: a compiler that may keep excess precision would drop a conversion to bfloat16 and back.
     """
     high = _leading_bits(x)

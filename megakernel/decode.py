@@ -34,6 +34,7 @@ def decode(
     backend: BackendName = ...,
     draft: str | Path | Draft = ...,
     draft_tokens: int | None = ...,
+    cores: int = ...,
     stream: Literal[False] = ...,
 ) -> Generation: ...
 
@@ -51,6 +52,7 @@ def decode(
     backend: BackendName = ...,
     draft: str | Path | Draft = ...,
     draft_tokens: int | None = ...,
+    cores: int = ...,
     stream: Literal[False] = ...,
 ) -> Generation | list[Generation]: ...
 
@@ -68,6 +70,7 @@ def decode(
     backend: BackendName = ...,
     draft: str | Path | Draft = ...,
     draft_tokens: int | None = ...,
+    cores: int = ...,
     stream: Literal[True],
 ) -> Iterator[Piece]: ...
 
@@ -84,6 +87,7 @@ def decode(
     backend: BackendName = "auto",
     draft: str | Path | Draft = "none",
     draft_tokens: int | None = None,
+    cores: int = 1,
     stream: bool = False,
 ) -> Generation | list[Generation] | Iterator[Piece]:
     """Decodes prompts, up to 16 together, each generation inside one kernel launch.
@@ -105,6 +109,8 @@ def decode(
         plain decoding. (A DSpark drafter needs the kernel to read the whole prompt, where plain decoding takes a prompt
         above 64 tokens through the reference: equal maths, rounded differently.)
       draft_tokens: drafts verified in a round, at most 15 for one sequence; default: as many as drafter and rows allow.
+      cores: devices that share the model, in one launch on all of them. On a CPU, tell JAX before its first use how
+        many to make: `jax.config.update("jax_num_cpu_devices", cores)`.
       stream: yield `Piece`s while decoding, a launch of a few tokens at a time.
 
     Returns:
@@ -122,7 +128,10 @@ def decode(
         raise ValueError(f"draft = {draft!r}: backend 'reference' decodes token by token; use draft='none'")
     if chosen is None and draft_tokens is not None:
         raise ValueError(f"draft_tokens = {draft_tokens} with draft='none'; choose a drafter")
-    settings = Settings(where, logprobs, STREAM_TOKENS if stream or where.strings else None, chosen, draft_tokens)
+    if use.name == "reference" and cores != 1:
+        raise ValueError(f"cores = {cores}: backend 'reference' runs on one")
+    launch_tokens = STREAM_TOKENS if stream or where.strings else None
+    settings = Settings(where, logprobs, launch_tokens, chosen, draft_tokens, cores)
     use_compile_cache()
 
     def events() -> Iterator[Piece | Generation]:

@@ -87,11 +87,14 @@ class Settings:
     launch_tokens: int | None  # new tokens of one launch; None: all of them
     draft: Draft | None = None
     draft_tokens: int | None = None
+    cores: int = 1
 
     @property
     def kernel_prompt(self) -> int | None:
-        """Longest prompt that the kernel reads itself; None where the drafter must see every position."""
-        return None if self.draft and self.draft.drafter.taps else KERNEL_PROMPT
+        """Longest prompt that the kernel reads itself; None where it must read them all: where the drafter sees every
+        position, or where the reference's one core might not hold the model."""
+        reads_all = self.cores > 1 or (self.draft is not None and bool(self.draft.drafter.taps))
+        return None if reads_all else KERNEL_PROMPT
 
 
 def groups(
@@ -128,6 +131,7 @@ def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings
         launch_steps=_power_of_two(max(steps, _SMALLEST_CONTEXT)),
         drafter=settings.draft.drafter if settings.draft else None,
         draft_tokens=settings.draft_tokens,
+        cores=settings.cores,
     )
 
 

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from megakernel import layers, memory, rounds, shared_rows, stream
-from megakernel.control import when, when_at
 from megakernel.collectives import Exchange
+from megakernel.control import when, when_at
 from megakernel.cores import AXIS, Cores, ManyCores, OneCore, Piece
 from megakernel.layers import Step
 from megakernel.phases.linear import widened

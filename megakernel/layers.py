@@ -275,8 +275,8 @@ def moe_ffn(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array) -> jax
 def _routed_and_shared(step: Step, section: Scalar, routed: jax.Array, shared: jax.Array | None) -> jax.Array:
     """Sums both over cores.  # [rows, >= latent] and [rows, hidden] f32, partial -> [rows, own hidden] f32
 
-    The norm between the routed experts and their up projection is one factor a row, and a factor goes through a product:
-    it is applied to the sums, so that its sum of squares travels with them and costs no exchange of its own.
+    The norm between the routed experts and their up projection is one factor a row, and a factor goes through a
+    product: it is applied to the sums, so that its sum of squares travels with them and costs no exchange of its own.
     """
     plan, config = step.plan, step.plan.config
     squares: jax.Array | None = None

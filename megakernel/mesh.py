@@ -45,7 +45,7 @@ def on_mesh(plan: Plan, mesh: Mesh, interpret: Any) -> Callable[[Arrays, Arrays,
 
     if plan.split.cores == 1:
         return one_core
-    results = {name: WHOLE for name in memory.result_buffers(plan)}
+    results = dict.fromkeys(memory.result_buffers(plan), WHOLE)
     if plan.keep_logits:
         results["step_logits"] = PartitionSpec(None, None, AXIS)
     return jax.shard_map(

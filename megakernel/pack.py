@@ -120,7 +120,8 @@ def _dense_matrix(plan: Plan, weights: Weights, prefix: str, matrix: Matrix, cor
                 tensor = tensor[:, core * matrix.k : (core + 1) * matrix.k]
             elif column.part in _WHOLE:
                 tensor = tensor[core * column.width : (core + 1) * column.width]
-            dense[group, : tensor.shape[1], start : start + len(tensor)] = tensor.T
+            if len(tensor):
+                dense[group, : tensor.shape[1], start : start + len(tensor)] = tensor.T
     return dense
 
 

@@ -27,6 +27,10 @@ POSITION_GROUP = 16
 MAX_ROWS = 16
 _BLOCK_COST_BYTES, _CUT_COST_BYTES = 8 << 10, 1 << 10
 """Cost of handling one block and one cut of a panel, as bytes of stream: what the search trades against padding."""
+_EXPERT_SHARE = 0.25
+"""Part of VMEM for experts on their way, unless a plan asks for a number of slots."""
+_DEEPEST_RING = 64
+"""Most blocks in flight: what is fetched while an exchange or the experts keep the tape waiting."""
 _VMEM_SHARE = 0.9
 """Part of VMEM that a plan may fill; the rest is the compiler's own scratch."""
 _MAX_BLOCK_BYTES = 4 * MIB
@@ -292,7 +296,7 @@ def make_plan(
       ring_depth: blocks of the tape kept in flight; default: as many as fit, the whole tape if it fits.
       block: `(rows, lanes)` of a tape block; default: the shape that wastes least.
       page: positions of one MLA cache page.
-      expert_slots: experts kept in VMEM at once; default 4, or fewer where a step cannot choose so many.
+      expert_slots: experts kept in VMEM at once; default: a quarter of VMEM, or fewer if a step cannot choose so many.
       keep_logits: write the logits of every round to HBM (tests and teacher forcing).
       drafter: proposes tokens for the next round; None decodes one token a step.
       draft_tokens: tokens drafted and verified in a round, K; default: as many as the drafter makes and rows allow.
@@ -304,7 +308,7 @@ def make_plan(
     launch_steps = context if launch_steps is None else launch_steps
     if activations not in (None, *BYTES):
         raise PlanError(f"activations = {activations!r}; expected one of {', '.join(BYTES)}")
-    tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
+    tokens = 1 + _draft_tokens(config, cores, sequences, drafter, draft_tokens)
     _check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights
     split = _choose_split(config, cores, expert_groups)
@@ -324,11 +328,13 @@ def make_plan(
         block_rows=block_rows,
         block_lanes=block_lanes,
         ring_depth=ring_depth or 1,
-        expert_slots=min(expert_slots or 4, sequences * tokens * config.num_experts_per_token, config.num_experts),
+        expert_slots=expert_slots or 1,
         keep_logits=keep_logits,
         tokens=tokens,
         drafter=drafter,
     )
+    slots = expert_slots or max(1, int(target.vmem_bytes * _EXPERT_SHARE) // plan.expert_bytes)
+    plan = dataclasses.replace(plan, expert_slots=min(slots, plan.max_distinct_experts))
     depth = _deepest_ring(plan) if ring_depth is None else min(ring_depth, plan.tape_blocks)
     plan = dataclasses.replace(plan, ring_depth=depth)
     _check_counters(plan)
@@ -346,12 +352,14 @@ def _check_counters(plan: Plan) -> None:
         )
 
 
-def _draft_tokens(config: ModelConfig, sequences: int, drafter: Drafter | None, asked: int | None) -> int:
+def _draft_tokens(config: ModelConfig, cores: int, sequences: int, drafter: Drafter | None, asked: int | None) -> int:
     if drafter is None:
         if asked:
             raise PlanError(f"draft_tokens = {asked} without a drafter; choose one")
         return 0
     drafter.check(config)
+    if cores > 1 and drafter.matrices():
+        raise PlanError(f"drafter {drafter.name!r} is not divided over cores and {cores} were asked for; use 'ngram'")
     if asked is None:
         return max(1, min(drafter.max_drafts, MAX_ROWS // sequences - 1))
     if not 1 <= asked <= drafter.max_drafts:
@@ -363,7 +371,7 @@ def _deepest_ring(plan: Plan) -> int:
     free = int(plan.target.vmem_bytes * _VMEM_SHARE) - sum(plan.vmem_map.values()) + plan.block_bytes
     if free >= plan.tape_bytes:
         return plan.tape_blocks
-    return max(2, min(8, free // plan.block_bytes))
+    return max(2, min(_DEEPEST_RING, free // plan.block_bytes))
 
 
 def _choose_split(config: ModelConfig, cores: int, expert_groups: int | None) -> Split:
@@ -375,9 +383,11 @@ def _choose_split(config: ModelConfig, cores: int, expert_groups: int | None) ->
     if not choices:
         asked = f" in {expert_groups} groups" if expert_groups is not None else ""
         raise PlanError(
-            f"{cores} cores cannot share experts of width {config.moe_intermediate_size}{asked}: every core needs whole "
-            "groups of 32; the number of groups must divide the cores"
+            f"{cores} cores cannot share experts of width {config.moe_intermediate_size}{asked}: every core needs "
+            "whole groups of 32; the number of groups must divide the cores"
         )
+    if cores > 1 and config.hidden_size % LANES:
+        raise PlanError(f"hidden_size = {config.hidden_size} is no multiple of {LANES}: {cores} cores cannot share it")
     return min(choices, key=lambda split: split.expected_load(1))
 
 

@@ -99,8 +99,8 @@ class Session:
         arrays = _request_arrays(self.plan, requests, self.stop_tokens)
         run = self._compiled(arrays)
         started = time.perf_counter()
-        results, self.caches = run(self.weights, self.caches, arrays)
-        found = {name: np.asarray(value) for name, value in results.items()}
+        self.device_results, self.caches = run(self.weights, self.caches, arrays)
+        found = {name: np.asarray(value) for name, value in self.device_results.items()}
         self.decode_seconds += time.perf_counter() - started
         self.launches += 1
         self.steps += int(found["status"][:, memory.TAKEN].max())

@@ -5,6 +5,7 @@ That core gets the row's logits from all the others, chooses as a single core wo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -27,7 +28,7 @@ def choose_rows(step: Step, choose: Choose) -> None:
     plan, refs = step.plan, step.refs
     exchange = logits_exchange(step)
     for first in range(0, plan.live_rows, plan.split.cores):
-        exchange.start_each(lambda core, first=first: _shard_of(step, first + core), _shard_lanes(step))
+        exchange.start_each(functools.partial(_shard_of, step, first), _shard_lanes(step))
         (pieces,) = exchange.finish()
 
         def load(pieces: Ref = pieces) -> jax.Array:
@@ -54,8 +55,9 @@ def _shard_lanes(step: Step) -> int:
     return step.plan.split.vocabulary // SEGMENTS
 
 
-def _shard_of(step: Step, row: int) -> jax.Array | None:
-    """This core's logits of a row as the sampler lays them out.  # [SEGMENTS, shard lanes] f32"""
+def _shard_of(step: Step, first: int, core: int) -> jax.Array | None:
+    """This core's logits of row `first + core` as the sampler lays them out.  # [SEGMENTS, shard lanes] f32"""
+    row = first + core
     if row >= step.plan.live_rows:
         return None
     lanes = _shard_lanes(step)
