@@ -6,6 +6,7 @@ model = load("k3-nano")
 print(decode(model, "Fellow-Citizens of the Senate", max_new_tokens=64))
 """
 
+from megakernel.container import ContainerError
 from megakernel.decode import decode
 from megakernel.loading import LoadedModel, ModelNotFoundError, load
 from megakernel.plan import Plan, PlanError, make_plan
@@ -15,6 +16,7 @@ from model.sampling import SamplingParams
 
 __all__ = [
     "TARGETS",
+    "ContainerError",
     "Generation",
     "LoadedModel",
     "ModelNotFoundError",

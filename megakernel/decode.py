@@ -130,8 +130,10 @@ def decode(
         raise ValueError(f"draft_tokens = {draft_tokens} with draft='none'; choose a drafter")
     if use.name == "reference" and cores != 1:
         raise ValueError(f"cores = {cores}: backend 'reference' runs on one")
+    if use.name == "reference" and model.container is not None:
+        raise ValueError(f"{model.container.folder} is a container; backend 'reference' needs the checkpoint itself")
     launch_tokens = STREAM_TOKENS if stream or where.strings else None
-    settings = Settings(where, logprobs, launch_tokens, chosen, draft_tokens, cores)
+    settings = Settings(where, logprobs, launch_tokens, chosen, draft_tokens, cores, model.container is None)
     use_compile_cache()
 
     def events() -> Iterator[Piece | Generation]:

@@ -16,7 +16,7 @@ from megakernel import memory
 from megakernel.backends import Backend
 from megakernel.loading import LoadedModel
 from megakernel.mesh import core_mesh, divided, on_mesh
-from megakernel.pack import pack
+from megakernel.pack import pack, pack_drafter
 from megakernel.phases import sample
 from megakernel.plan import Plan
 from megakernel.prefill import prefill_slot
@@ -170,9 +170,16 @@ def _packed_weights(
     key = ("packed", plan.split, plan.block_rows, plan.block_lanes, plan.storage, plan.drafter)
     packed_from, arrays = model.derived.get(key, (None, {}))
     if packed_from is not drafts:  # the same kind of drafter with other weights
-        arrays = divided(plan, mesh, lambda core: pack(plan, model.weights, drafts, core=core))
+        arrays = divided(plan, mesh, lambda core: _core_weights(model, plan, drafts, core))
         model.derived[key] = (drafts, arrays)
     return arrays
+
+
+def _core_weights(model: LoadedModel, plan: Plan, drafts: Mapping[str, np.ndarray], core: int) -> dict[str, np.ndarray]:
+    if model.container is None:
+        return pack(plan, model.weights, drafts, core=core)
+    packed = model.container.core_arrays(plan, core)
+    return pack_drafter(plan, packed, model.weights, drafts, core=core) if plan.drafter else packed
 
 
 def _request_arrays(
@@ -211,6 +218,8 @@ def _blame(model: LoadedModel, layer: int) -> str:
     else:
         prefix, where = "", "the final norm or the LM head"
     message = f"NaN or infinity in {where} of {config.name}"
+    if model.container is not None:
+        return f"{message}; look for damage: python -m megakernel check {model.container.folder}"
     names = [*(name for name in model.weights if name.startswith(prefix)), "model.embed_tokens.weight"]
     try:
         if isinstance(model.weights, Checkpoint):
