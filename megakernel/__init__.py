@@ -8,6 +8,7 @@ print(decode(model, "Fellow-Citizens of the Senate", max_new_tokens=64))
 
 from megakernel.container import ContainerError
 from megakernel.decode import decode
+from megakernel.distributed import HostsError
 from megakernel.loading import LoadedModel, ModelNotFoundError, load
 from megakernel.plan import Plan, PlanError, make_plan
 from megakernel.result import Generation, NumericsError, Piece, Speculation, Timing
@@ -18,6 +19,7 @@ __all__ = [
     "TARGETS",
     "ContainerError",
     "Generation",
+    "HostsError",
     "LoadedModel",
     "ModelNotFoundError",
     "NumericsError",

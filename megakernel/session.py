@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from megakernel import memory
 from megakernel.backends import Backend
 from megakernel.loading import LoadedModel
-from megakernel.mesh import core_mesh, divided, on_mesh
+from megakernel.mesh import core_mesh, divided, fetched, on_mesh, replicated
 from megakernel.pack import pack, pack_drafter
 from megakernel.phases import sample
 from megakernel.plan import Plan
@@ -96,11 +96,11 @@ class Session:
         """
         for request in requests:
             _check_fits(self.plan, request)
-        arrays = _request_arrays(self.plan, requests, self.stop_tokens)
+        arrays = replicated(self.plan, self.mesh, _request_arrays(self.plan, requests, self.stop_tokens))
         run = self._compiled(arrays)
         started = time.perf_counter()
         self.device_results, self.caches = run(self.weights, self.caches, arrays)
-        found = {name: np.asarray(value) for name, value in self.device_results.items()}
+        found = fetched(self.device_results)
         self.decode_seconds += time.perf_counter() - started
         self.launches += 1
         self.steps += int(found["status"][:, memory.TAKEN].max())
@@ -184,7 +184,7 @@ def _core_weights(model: LoadedModel, plan: Plan, drafts: Mapping[str, np.ndarra
 
 def _request_arrays(
     plan: Plan, requests: Sequence[SlotRequest | None], stop_tokens: Sequence[int]
-) -> dict[str, jax.Array]:
+) -> dict[str, np.ndarray]:
     arrays = {name: np.zeros(b.shape, b.dtype) for name, b in memory.request_buffers(plan).items()}
     arrays["stop_tokens"][:] = -1
     arrays["stop_tokens"][: len(stop_tokens)] = stop_tokens
@@ -207,7 +207,7 @@ def _request_arrays(
         ints[sample.TOP_K] = request.sampling.top_k
         seed = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32], np.uint32).view(np.int32)
         ints[sample.SEED_LOW], ints[sample.SEED_HIGH] = seed
-    return {name: jnp.asarray(array) for name, array in arrays.items()}
+    return arrays
 
 
 def _blame(model: LoadedModel, layer: int) -> str:

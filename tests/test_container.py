@@ -24,8 +24,9 @@ from megakernel import stages as staging
 from megakernel.__main__ import main
 from megakernel.container import check_container, open_container
 from megakernel.container_write import write_container
+from megakernel.decode import find_draft
 from megakernel.memory import weight_buffers
-from megakernel.pack import pack
+from megakernel.pack import pack, pack_drafter
 from megakernel.program import relative
 from megakernel.stages import stages
 from megakernel.target import find_target
@@ -93,6 +94,13 @@ class Counted(Mapping[str, np.ndarray]):
         return len(self._weights)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    packed_by(folder, random_model(), 2)
+    return folder
+
+
 # ---- what is in a container ----
 
 
@@ -149,17 +157,24 @@ def test_a_checkpoint_in_shards_by_layer(tmp_path: Path) -> None:
     assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
 
 
-def test_a_packed_model_on_one_core_decodes_with_a_drafter(tmp_path: Path) -> None:
-    """A drafter's arrays are not in the container. The reference has no tensors, so the kernel reads every prompt."""
-    model = random_model()
-    packed_by(tmp_path, model)
-    packed = load(tmp_path)
-    expected = decode(model, [7, 8, 7, 8, 7], max_new_tokens=8, draft="ngram")
-    compiled_alike(packed, model)
-    assert decode(packed, [7, 8, 7, 8, 7], max_new_tokens=8, draft="ngram").tokens == expected.tokens
+@needs_nano
+def test_a_drafter_is_added_when_a_container_is_read(tmp_path: Path) -> None:
+    model = load("k3-nano")
+    draft = find_draft(model, "dspark")
+    assert draft is not None
+    plan = plan_of(model, drafter=draft.drafter)
+    write_container(tmp_path, plan, model)
+    packed = open_container(tmp_path).core_arrays(plan, 0)
+    found = pack_drafter(plan, packed, model.weights, draft.weights, core=0)
+    for name, expected in pack(plan, model.weights, draft.weights).items():
+        np.testing.assert_array_equal(found[name], expected, err_msg=name)
+
+
+def test_what_needs_tensors_says_so(whole: Path) -> None:
+    packed = load(whole)
     with pytest.raises(ValueError, match="is a container; backend 'reference' needs the checkpoint"):
         decode(packed, [7], max_new_tokens=2, backend="reference")
-    with pytest.raises(CheckpointError, match="tensor 'lm_head.weight': a container holds packed arrays only"):
+    with pytest.raises(CheckpointError, match=r"tensor 'lm_head\.weight': a container holds packed arrays only"):
         packed.weights["lm_head.weight"]
 
 
@@ -280,13 +295,6 @@ def test_a_full_disk_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytes
 
 
 # ---- damage and mix-ups ----
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    packed_by(folder, random_model(), 2)
-    return folder
 
 
 @pytest.fixture
