@@ -33,7 +33,7 @@ def pack(plan: Plan, weights: Weights, draft_weights: Weights | None = None, *, 
     drafts = _with_target(plan, weights, draft_weights or {})
     _pack_tape(plan, weights, drafts, core, packed["tape"])
     if plan.drafter:
-        plan.drafter.pack(plan, drafts, packed)
+        plan.drafter.pack(plan, drafts, packed, core)
     _pack_vectors(plan, weights, core, packed)
     own = weights["model.embed_tokens.weight"][:, core * plan.split.hidden : (core + 1) * plan.split.hidden]
     packed["embedding"][: plan.config.vocab_size, : own.shape[1]] = own
@@ -82,7 +82,8 @@ def _dense_matrix(plan: Plan, weights: Weights, prefix: str, matrix: Matrix, cor
             if matrix.own_inputs:
                 tensor = tensor[:, core * matrix.k : (core + 1) * matrix.k]
             elif column.part in _WHOLE:
-                tensor = tensor[core * column.width : (core + 1) * column.width]
+                place = core // column.shared_by
+                tensor = tensor[place * column.width : (place + 1) * column.width]
             dense[group, : tensor.shape[1], start : start + len(tensor)] = tensor.T
     return dense
 

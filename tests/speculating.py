@@ -18,7 +18,8 @@ from megakernel.memory import DRAFTS, POSITION, Buffer
 from megakernel.plan import Plan, make_plan
 from megakernel.program import LANES, Matrix, round_up
 from megakernel.session import Session, SlotRequest, SlotResult
-from megakernel.target import find_target
+from megakernel.split import Split
+from megakernel.target import Target, find_target
 from model.config import ModelConfig
 from model.sampling import SamplingParams
 
@@ -52,8 +53,14 @@ class Scripted:
     def check(self, config: ModelConfig) -> None:
         """Fits every model."""
 
-    def matrices(self) -> tuple[Matrix, ...]:
+    def check_split(self, split: Split, target: Target) -> None:
+        """Runs everywhere: every core does as it is told."""
+
+    def matrices(self, split: Split) -> tuple[Matrix, ...]:
         return ()
+
+    def exchange_lanes(self, split: Split) -> int:
+        return 0
 
     def vmem(self, plan: Plan) -> dict[str, Buffer]:
         return {}
@@ -77,7 +84,7 @@ class Scripted:
     def semaphores(self, plan: Plan) -> dict[str, int]:
         return {}
 
-    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
+    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
         """Has no weights."""
 
     def begin(self, step: Step) -> None:
