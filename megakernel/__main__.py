@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    sampling = SamplingParams(options.temperature, options.top_k, options.top_p, options.min_p)
+    numbers = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingParams)}
+    sampling = SamplingParams(**numbers | {"logit_bias": dict(options.logit_bias or ())})
     seed = secrets.randbits(32) if options.seed is None else options.seed
     model = load(options.model)
     prompt = sys.stdin.read() if options.text == "-" else options.text
@@ -219,17 +220,21 @@ def _parser() -> argparse.ArgumentParser:
         "top_k": "0 keeps all",
         "top_p": "1 keeps all",
         "min_p": "0 keeps all",
+        "repetition_penalty": "of tokens of prompt and text; 1 is none",
+        "presence_penalty": "of tokens of the text; 0 is none",
+        "frequency_penalty": "the same, each time they occur; 0 is none",
     }
 
     generate = commands.add_parser("generate", help="continue a text", description="Continues a text.")
     generate.add_argument("text", help="the prompt; - reads it from standard input")
     generate.add_argument("--model", default="k3-nano", help="a shipped model or a checkpoint folder (%(default)s)")
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most new tokens (%(default)s)")
-    for field in dataclasses.fields(SamplingParams):
-        option, default = f"--{field.name.replace('_', '-')}", getattr(defaults, field.name)
-        generate.add_argument(
-            option, type=type(default), default=default, metavar="X", help=f"{hints[field.name]} (%(default)s)"
-        )
+    for name, hint in hints.items():
+        option, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
+        generate.add_argument(option, type=type(default), default=default, metavar="X", help=f"{hint} (%(default)s)")
+    generate.add_argument(
+        "--logit-bias", type=_bias, action="append", metavar="ID=X", help="added to a token's logit; -inf forbids it"
+    )
     generate.add_argument("--seed", type=int, help="0 to 2**64 - 1; the same seed gives the same text again")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
     _add_draft_options(generate)
@@ -246,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--sequences", type=int, default=1, metavar="N", help="sequences together (%(default)s)")
     plan.add_argument("--context", type=int, metavar="N", help="positions of a sequence (the model's, at most 4096)")
     plan.add_argument("--ring-depth", type=int, metavar="N", help="tape blocks in flight (as many as fit)")
-    plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (4)")
+    plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (a quarter of it)")
     _add_draft_options(plan)
     plan.add_argument("--compile", action="store_true", help="compile it with the TPU compiler; needs no TPU")
     plan.add_argument("--draw", metavar="FILE", help="draw it: a picture in any format of matplotlib, by the suffix")
@@ -256,6 +261,14 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--quick", action="store_true", help="versions and models only; run and compile nothing")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a token id and a number, as 17=-2.5") from None
 
 
 def _add_draft_options(parser: argparse.ArgumentParser) -> None:

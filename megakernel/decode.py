@@ -96,7 +96,8 @@ def decode(
       model: from `megakernel.load`.
       prompts: a string, a list of token ids, or a list of either; lengths may differ.
       max_new_tokens: most new tokens of each sequence.
-      sampling: how tokens are drawn; default greedy. One for all prompts or one for each.
+      sampling: how tokens are drawn, penalties and logit bias included; default greedy. One for all prompts or one for
+        each.
       stop: strings or token ids that end a sequence, besides the model's own end-of-sequence token. Strings split the
         generation into several launches, since the host has to look at the text.
       logprobs: also return the log-probability of each new token.
@@ -111,7 +112,8 @@ def decode(
       draft_tokens: drafts verified in a round, at most 15 for one sequence; default: as many as drafter and rows allow.
       cores: devices that share the model, in one launch on all of them. On a CPU, tell JAX before its first use how
         many to make: `jax.config.update("jax_num_cpu_devices", cores)`.
-      stream: yield `Piece`s while decoding, a launch of a few tokens at a time.
+      stream: yield `Piece`s while decoding, a launch of a few tokens at a time; the last one of a sequence carries its
+        `Generation`.
 
     Returns:
       One `Generation` for a single prompt, a list for several; with `stream`, an iterator of pieces.

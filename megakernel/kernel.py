@@ -315,7 +315,7 @@ def _finite(step: Step, x: jax.Array) -> Scalar:
 def _space(name: str, vmem_inputs: Container[str]) -> pl.BlockSpec:
     if name in ("layer_table", *memory.SMEM_REQUEST, *memory.SMEM_RESULT):
         return pl.BlockSpec(memory_space=pltpu.SMEM)
-    if name in vmem_inputs:
+    if name in vmem_inputs and name not in memory.HBM_REQUEST:
         return pl.BlockSpec(memory_space=pltpu.VMEM)
     return pl.BlockSpec(memory_space=pl.ANY)
 

@@ -108,6 +108,9 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
             "logits_outbox": Buffer((split.cores, *shard), "float32"),
             "logits_inbox": Buffer((2, split.cores, *shard), "float32"),
         }
+    if plan.penalties:
+        shape = (sequences, *vocabulary_shape(config.vocab_size, split.cores))
+        buffers["token_counts"] = Buffer(shape, "int32")
     if plan.drafter:
         buffers |= plan.drafter.vmem(plan)
         if plan.drafter.taps:
@@ -157,6 +160,8 @@ def semaphore_counts(plan: Plan) -> dict[str, int]:
         counts |= {"sent": 1, "received": 2, "logits_sent": 1, "logits_received": 2}
     if plan.keep_logits:
         counts["logits_done"] = 1
+    if plan.penalties:
+        counts["counts_done"] = 1
     return counts | (plan.drafter.semaphores(plan) if plan.drafter else {})
 
 
@@ -205,13 +210,16 @@ def cache_buffers(plan: Plan) -> dict[str, Buffer]:
 
 
 def request_buffers(plan: Plan) -> dict[str, Buffer]:
-    """What the host writes for one launch: small numbers in SMEM, what the drafter asks for in VMEM."""
+    """What the host writes for one launch: small numbers in SMEM, what drafter and penalties need elsewhere."""
     own = plan.drafter.request(plan) if plan.drafter else {}
+    if plan.penalties:
+        shape = (plan.sequences, *vocabulary_shape(plan.config.vocab_size, plan.split.cores))
+        own |= {"logit_bias": Buffer(shape, "float32"), "known_counts": Buffer(shape, "int32")}
     return own | {
         "tokens": Buffer((plan.sequences, plan.launch_steps), "int32"),
         "request": Buffer((plan.sequences, 3), "int32"),
         "stop_tokens": Buffer((MAX_STOP_TOKENS,), "int32"),
-        "sampling_floats": Buffer((plan.sequences, 3), "float32"),
+        "sampling_floats": Buffer((plan.sequences, 6), "float32"),
         "sampling_ints": Buffer((plan.sequences, 3), "int32"),
     }
 
@@ -232,12 +240,14 @@ def result_buffers(plan: Plan) -> dict[str, Buffer]:
 
 
 SMEM_REQUEST = ("tokens", "request", "stop_tokens", "sampling_floats", "sampling_ints")
+HBM_REQUEST = ("known_counts",)
 SMEM_RESULT = ("new_tokens", "logprobs", "status", "accepted", "proposed", "round_tokens")
 
 
 def vmem_map(plan: Plan) -> dict[str, int]:
     """Bytes of VMEM by buffer."""
-    request = {name: buffer for name, buffer in request_buffers(plan).items() if name not in SMEM_REQUEST}
+    elsewhere = (*SMEM_REQUEST, *HBM_REQUEST)
+    request = {name: buffer for name, buffer in request_buffers(plan).items() if name not in elsewhere}
     return {name: buffer.padded_bytes for name, buffer in (vmem_buffers(plan) | request).items()}
 
 
@@ -252,6 +262,7 @@ def smem_map(plan: Plan) -> dict[str, int]:
 def hbm_map(plan: Plan) -> dict[str, int]:
     """Bytes of HBM by array."""
     buffers = weight_buffers(plan) | cache_buffers(plan)
+    buffers |= {name: buffer for name, buffer in request_buffers(plan).items() if name in HBM_REQUEST}
     if plan.keep_logits:
         buffers["step_logits"] = result_buffers(plan)["step_logits"]
     return {name: buffer.padded_bytes for name, buffer in buffers.items()}

@@ -9,10 +9,9 @@ import numpy as np
 
 from megakernel import program
 from megakernel.memory import weight_buffers
-from megakernel.plan import Plan, mxfp4_rows
-from megakernel.program import LANES, Column, Matrix, kda_vectors, round_up
-from model.checkpoint import CheckpointError
-from model.layout import expert_name
+from megakernel.pack_experts import pack_bank
+from megakernel.plan import Plan
+from megakernel.program import Column, Matrix, kda_vectors
 
 Weights = Mapping[str, np.ndarray]
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -38,7 +37,7 @@ def pack(plan: Plan, weights: Weights, draft_weights: Weights | None = None, *, 
     own = weights["model.embed_tokens.weight"][:, core * plan.split.hidden : (core + 1) * plan.split.hidden]
     packed["embedding"][: plan.config.vocab_size, : own.shape[1]] = own
     if plan.moe_layers:
-        _pack_bank(plan, weights, core, packed["bank_in"], packed["bank_out"])
+        pack_bank(plan, weights, core, packed["bank_in"], packed["bank_out"])
     return {name: a.view(np.uint16) if buffers[name].dtype == "uint16" else a for name, a in packed.items()}
 
 
@@ -84,7 +83,8 @@ def _dense_matrix(plan: Plan, weights: Weights, prefix: str, matrix: Matrix, cor
             elif column.part in _WHOLE:
                 place = core // column.shared_by
                 tensor = tensor[place * column.width : (place + 1) * column.width]
-            dense[group, : tensor.shape[1], start : start + len(tensor)] = tensor.T
+            if len(tensor):
+                dense[group, : tensor.shape[1], start : start + len(tensor)] = tensor.T
     return dense
 
 
@@ -197,61 +197,3 @@ def _kda_vectors(plan: Plan, weights: Weights, attention: str) -> Iterator[tuple
     yield "decay_rate", np.repeat(rate, dim)
     yield "decay_bias", weights[f"{attention}dt_bias"].reshape(-1)
     yield "out_norm", np.tile(weights[f"{attention}o_norm.weight"], heads)
-
-
-# ---- experts ----
-
-
-def _pack_bank(plan: Plan, weights: Weights, core: int, bank_in: np.ndarray, bank_out: np.ndarray) -> None:
-    config, split = plan.config, plan.split
-    width = round_up(split.expert_width, LANES)
-    group, part = divmod(core, split.expert_parts)
-    experts = range(group * split.experts, min((group + 1) * split.experts, config.num_experts))
-    own = slice(part * split.expert_width, (part + 1) * split.expert_width)
-    moe_layers = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)]
-    for i, layer in enumerate(moe_layers):
-        for j, expert in enumerate(experts):
-            entry = i * split.experts + j
-            for matrix, bank, start in (("w1", bank_in, 0), ("w3", bank_in, width), ("w2", bank_out, 0)):
-                piece = _expert_matrix(plan, weights, expert_name(layer, expert, matrix), matrix, own)  # type: ignore[arg-type]
-                bank[entry, : piece.shape[0], start : start + piece.shape[1]] = piece
-
-
-def _expert_matrix(plan: Plan, weights: Weights, stem: str, matrix: str, own: slice) -> np.ndarray:
-    """One part of an expert matrix as the bank holds it: `own` columns of its width.  # [rows, out]"""
-
-    def part(tensor: np.ndarray, inputs_per_entry: int) -> np.ndarray:
-        if matrix != "w2":
-            return tensor[own]
-        return tensor[:, own.start // inputs_per_entry : own.stop // inputs_per_entry]
-
-    if plan.config.expert_format == "bf16":
-        return part(weights[f"{stem}.weight"], 1).T
-    scale = part(weights[f"{stem}.weight_scale"], 32)
-    bad = (scale == 0) | (scale == 255)
-    if bad.any():
-        found = f"found {scale[bad][0]} at {np.argwhere(bad)[0].tolist()}"
-        raise CheckpointError(f"tensor {stem}.weight_scale: expected MXFP4 scale bytes from 1 to 254; {found}")
-    return pack_mxfp4(part(weights[f"{stem}.weight_packed"], 2), scale)
-
-
-def pack_mxfp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Official MXFP4 -> words that decode without moving data across lanes (see `phases.experts.decode_mxfp4`).
-
-    Args:
-      packed: [out, in / 2] u8, low nibble first; scale: [out, in / 32] u8.
-    Returns:
-      [in / 8 + scale rows, out] u32
-    """
-    k = 2 * packed.shape[1]
-    code_rows, scale_rows = mxfp4_rows(k)
-    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), k).T
-    scales = np.zeros((4 * scale_rows, len(scale)), np.uint8)
-    scales[: k // 32] = scale.T
-    return np.concatenate([_words(codes, code_rows, 4), _words(scales, scale_rows, 8)])
-
-
-def _words(fields: np.ndarray, rows: int, bits: int) -> np.ndarray:
-    planes = fields.reshape(32 // bits, rows, -1).astype(np.uint32)
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)[:, None, None]
-    return np.bitwise_or.reduce(planes << shifts, axis=0)

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from functools import cached_property
 
-from megakernel import program
+from megakernel import bank, program
 from megakernel.drafting import Drafter
 from megakernel.program import LANES, Matrix, round_up
 from megakernel.split import Split, split_choices
@@ -31,6 +31,8 @@ _EXPERT_SHARE = 0.25
 """Part of VMEM for experts on their way, unless a plan asks for a number of slots."""
 _DEEPEST_RING = 64
 """Most blocks in flight: what is fetched while an exchange or the experts keep the tape waiting."""
+_FEW_ROWS = 4
+"""Up to so many rows, experts compute just these; beyond, padding to a tile of 8 costs less."""
 _VMEM_SHARE = 0.9
 """Part of VMEM that a plan may fill; the rest is the compiler's own scratch."""
 _MAX_BLOCK_BYTES = 4 * MIB
@@ -60,6 +62,7 @@ class Plan:
     keep_logits: bool
     tokens: int
     drafter: Drafter | None
+    penalties: bool = False
 
     @property
     def live_rows(self) -> int:
@@ -210,17 +213,15 @@ class Plan:
 
     @cached_property
     def expert_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Rows and lanes of one expert's two pieces in the bank: gate and up side by side, then down."""
-        config = self.config
-        gate_up = 2 * round_up(self.split.expert_width, LANES)
-        down = round_up(config.routed_expert_hidden_size, LANES)
-        return (
-            (self._expert_rows(config.routed_expert_hidden_size), gate_up),
-            (self._expert_rows(self.split.expert_width), down),
-        )
+        """Rows and lanes of one expert's two pieces, see `megakernel.bank`."""
+        return bank.expert_shapes(self.split)
 
-    def _expert_rows(self, k: int) -> int:
-        return k if self.config.expert_format == "bf16" else round_up(sum(mxfp4_rows(k)), 8)
+    @property
+    def expert_rows(self) -> int:
+        """Rows of the experts' products: a few, or whole tiles, where every row's groups are summed apart."""
+        if self.config.expert_format == "bf16" or self.target.fp4_as == "float32":
+            return self.product_rows
+        return self.live_rows if self.live_rows <= _FEW_ROWS else round_up(self.live_rows, 8)
 
     @property
     def expert_bytes(self) -> int:
@@ -259,11 +260,6 @@ class Plan:
         return step_bytes(self)
 
 
-def mxfp4_rows(k: int) -> tuple[int, int]:
-    """32-bit rows of one expert matrix with k inputs: eight 4-bit codes a word, then four 8-bit scales a word."""
-    return k // 8, -(-(k // 32) // 4)
-
-
 def make_plan(
     config: ModelConfig,
     target: Target = CPU,
@@ -281,6 +277,7 @@ def make_plan(
     keep_logits: bool = False,
     drafter: Drafter | None = None,
     draft_tokens: int | None = None,
+    penalties: bool = False,
 ) -> Plan:
     """Chooses every static number of the kernel.
 
@@ -301,6 +298,7 @@ def make_plan(
       keep_logits: write the logits of every round to HBM (tests and teacher forcing).
       drafter: proposes tokens for the next round; None decodes one token a step.
       draft_tokens: tokens drafted and verified in a round, K; default: as many as the drafter makes and rows allow.
+      penalties: keep what penalties and logit bias need: two arrays of the vocabulary in VMEM for each sequence.
 
     Raises:
       PlanError: the request cannot be served; the message says which number is too large and which knob helps.
@@ -335,6 +333,7 @@ def make_plan(
         keep_logits=keep_logits,
         tokens=tokens,
         drafter=drafter,
+        penalties=penalties,
     )
     slots = expert_slots or max(1, int(target.vmem_bytes * _EXPERT_SHARE) // plan.expert_bytes)
     plan = dataclasses.replace(plan, expert_slots=min(slots, plan.max_distinct_experts))

@@ -133,7 +133,7 @@ def name_loops(program: Loop, plan: Plan) -> None:
     for loop, name in zip(layer.inner, parts, strict=True):
         loop.name = name
     after = [loop for outer in round_.inner[layers[0] + 1 :] for _, loop in outer.walk()]
-    several = piece_count(vocabulary_shape(config.vocab_size)) > 1
+    several = piece_count(vocabulary_shape(config.vocab_size, plan.split.cores)) > 1
     draws = [loop for loop in after if len(loop.inner) == _FILTERS + several * _PASSES]
     if len(draws) == 1:
         draws[0].name = "draw (if sampled)"

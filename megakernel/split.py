@@ -137,7 +137,6 @@ class Split:
 
 def split_choices(config: ModelConfig, cores: int) -> list[Split]:
     """Every way to divide the experts of `config` over `cores`: parts keep MXFP4 groups of 32 whole."""
-    groups = [
-        g for g in range(1, cores + 1) if cores % g == 0 and config.moe_intermediate_size % (32 * cores // g) == 0
-    ]
+    width = config.moe_intermediate_size
+    groups = [g for g in range(1, cores + 1) if cores % g == 0 and (g == cores or width % (32 * cores // g) == 0)]
     return [Split(config, cores, g) for g in groups]

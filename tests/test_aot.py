@@ -34,6 +34,19 @@ def test_k3_nano_compiles_for_one_core(
     assert used <= 0.9 * plan.target.vmem_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("penalties", [False, True])
+def test_a_vocabulary_of_real_size_compiles(penalties: bool) -> None:
+    """163,840 tokens: a value of that size would be spilled whole, and once was."""
+    plan = make_plan(
+        ModelConfig.preset("kimi-linear-48b"), find_target("v7x"), context=1024, expert_slots=1, penalties=penalties
+    )
+    report = compile_for(plan, schedule=True)
+    assert report.schedule is not None
+    (draw,) = (loop for _, loop in report.schedule.walk() if loop.name == "draw (if sampled)")
+    assert max(loop.spills for _, loop in draw.walk()) < 100
+
+
 def test_a_model_with_narrow_heads_is_refused_for_a_tpu_with_the_reason() -> None:
     config = ModelConfig.from_file(DATA / "tiny_stable_mxfp4")
     with pytest.raises(PlanError, match=r"linear_attn_config.head_dim = 32 is not a multiple of the 128 lanes of v7x"):

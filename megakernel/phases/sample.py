@@ -58,7 +58,7 @@ class Scratch(NamedTuple):
     mass: Ref
 
 
-def load_logits(out: Ref, row: Scalar, logits: Ref, size: int) -> Scalar:
+def load_logits(out: Ref, row: Scalar, logits: Ref, size: Scalar | int) -> Scalar:
     """Brings row `row` of a head's output into `logits`, -inf past the vocabulary.
 
     Args:

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
 
 from megakernel.layers import Step
 from megakernel.memory import DRAFTS, Buffer, head_output
 from megakernel.plan import POSITION_GROUP, Plan, PlanError
 from megakernel.program import LANES, Matrix, round_up
 from megakernel.split import Split
+from megakernel.stream import bring
 from megakernel.target import Target
 from model.config import ModelConfig
 from spec_decode.dspark import block, context, markov
@@ -144,9 +144,7 @@ class DSparkDrafter:
             (refs.draft_vector_table, refs.draft_vectors),
             (refs.draft_markov_w2, refs.draft_markov_out),
         ):
-            copy = pltpu.make_async_copy(source, target, refs.draft_done.at[0])
-            copy.start()
-            copy.wait()
+            bring(source, target, refs.draft_done)
         refs.draft_read[...] = jnp.zeros(refs.draft_read.shape, jnp.float32)
         refs.draft_block[...] = jnp.zeros(refs.draft_block.shape, jnp.float32)
 

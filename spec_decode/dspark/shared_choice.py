@@ -1,22 +1,24 @@
 """The draft of a slot when the vocabulary is divided over cores: the best of every core's best.
 
-Drafts are drawn with the noise of the target's own choice, but min-p, top-k and top-p are left out: they would need the
-whole vocabulary in one place, and a draft that they would have dropped is only rejected by the target.
+Bias, penalties, temperature and noise are those of the target's own choice. But min-p, top-k and top-p are left out:
+they need the whole vocabulary in one place, and a draft that they would have dropped is only rejected by the target.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from megakernel.collectives import statistic, statistics
 from megakernel.control import when
 from megakernel.cores import ManyCores
 from megakernel.layers import Step, column
 from megakernel.memory import POSITION
-from megakernel.phases import sample
+from megakernel.phases import penalty, sample
 from megakernel.program import LANES
 from megakernel.shared_rows import scalar_of
 from megakernel.stream import Ref, Scalar
@@ -42,7 +44,10 @@ def choose_slot(config: DSparkConfig, step: Step, slot: Scalar) -> None:
         best, token = jnp.where(value > best, value, best), jnp.where(value > best, entry, token)
     for sequence in range(plan.sequences):
         chosen = scalar_of(token, sequence).astype(jnp.int32)
-        refs.drafts[slot * plan.sequences + sequence] = jnp.minimum(chosen, config.vocab_size - 1)
+        chosen = jnp.minimum(chosen, config.vocab_size - 1)
+        refs.drafts[slot * plan.sequences + sequence] = chosen
+        if plan.penalties:
+            penalty.count_token(refs, sequence, chosen, penalty.ONE_OUTPUT)
 
 
 def _best(pieces: Ref, core: int) -> tuple[jax.Array, jax.Array]:
@@ -56,9 +61,12 @@ def _best_of_shard(config: DSparkConfig, step: Step, slot: Scalar, sequence: int
     plan, refs = step.plan, step.refs
     assert isinstance(step.cores, ManyCores)
     first = step.cores.exchange.me * plan.split.vocabulary
-    logits = refs.row_logits.at[:SEGMENTS]  # [SEGMENTS, shard lanes]
+    shard = _own_segments(step)
+    logits = shard.row_logits
     row = slot * plan.sequences + sequence
     sample.load_logits(refs.out_draft_head, row, logits, config.vocab_size - first)
+    if plan.penalties:
+        logits = penalty.adjust(shard, sequence)
     sampling = sample.RowSampling.of(refs.sampling_floats, refs.sampling_ints, sequence)
     position = refs.current[POSITION, sequence] + slot + 1
 
@@ -73,3 +81,14 @@ def _best_of_shard(config: DSparkConfig, step: Step, slot: Scalar, sequence: int
     best = highest(logits.shape, lambda columns: logits[:, columns])
     entry = lowest_entry(logits.shape, lambda columns: logits[:, columns] == best)
     return jnp.maximum(jnp.max(best), _LOWEST), first + entry
+
+
+def _own_segments(step: Step) -> SimpleNamespace:
+    """This core's part of what spans the vocabulary.  # [.., SEGMENTS, shard lanes] each"""
+    refs = step.refs
+    assert isinstance(step.cores, ManyCores)
+    found = {"row_logits": refs.row_logits.at[:SEGMENTS], "scaled_logits": refs.scaled_logits.at[:SEGMENTS]}
+    if step.plan.penalties:
+        own = pl.ds(pl.multiple_of(step.cores.exchange.me * SEGMENTS, SEGMENTS), SEGMENTS)
+        found |= {name: getattr(refs, name).at[:, own] for name in ("logit_bias", "token_counts")}
+    return SimpleNamespace(sampling_floats=refs.sampling_floats, **found)
