@@ -216,9 +216,9 @@ def _pack(options: argparse.Namespace) -> None:
     plan = make_plan(model.config, target, cores=cores, expert_groups=options.expert_groups)
     manifest, written = write_container(options.out, plan, model, host=options.host, hosts=options.hosts)
     seconds = time.perf_counter() - started
-    cores = plural(manifest.cores // options.hosts, "core")
+    own = plural(manifest.cores // options.hosts, "core")
     _note(
-        f"{options.out}: {cores} of {manifest.core_bytes / 1e6:,.1f} MB each; wrote {written / 1e6:,.1f} MB in "
+        f"{options.out}: {own} of {manifest.core_bytes / 1e6:,.1f} MB each; wrote {written / 1e6:,.1f} MB in "
         f"{seconds:,.1f} s ({written / 1e6 / seconds:,.0f} MB/s)"
     )
 

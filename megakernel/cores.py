@@ -187,4 +187,5 @@ def exchange_lanes(plan: Plan) -> int:
         latent = [split.piece(config.routed_expert_hidden_size)] if config.latent_experts else []
         gathers.append(exact * tiles(split.piece(config.num_experts)) + tiles(*latent))
         sums += [tiles(split.sum_piece(config.routed_expert_hidden_size)), 2 * tiles(split.hidden) + LANES]
-    return max(*gathers, *sums)
+    drafts = plan.drafter.exchange_lanes(split) if plan.drafter else 0
+    return max(*gathers, *sums, drafts)

@@ -78,8 +78,9 @@ class Step:
 
     def linear(self, section: Scalar, x: jax.Array, name: str) -> Ref:
         """Streams matrix `name` of the section that begins with tape block `section`; returns its output buffer."""
-        out = getattr(self.refs, f"out_{name}")
-        linear(self.plan, self.tape, section, x, self.plan.matrices[name], self.refs.operand, out)
+        matrix = self.plan.matrices[name]
+        out = getattr(self.refs, matrix.output_buffer)
+        linear(self.plan, self.tape, section, x, matrix, self.refs.operand, out)
         return out
 
     def take(self, out: Ref, matrix: str, column: str) -> jax.Array:

@@ -64,7 +64,7 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
         "stream": Buffer((config.num_snapshots + 1, rows, hidden), "float32"),
         "operand": Buffer((rows, plan.operand_width), activations),
         **{name: Buffer(vocabulary_shape(config.vocab_size, split.cores), "float32") for name in ROW_OF_LOGITS},
-        **{f"out_{name}": Buffer((rows, plan.output_width(m)), "float32") for name, m in plan.matrices.items()},
+        **_product_outputs(plan),
     }
     buffers["out_head"] = head_output(plan, "head")
     if config.kda_layers:
@@ -116,6 +116,13 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
         if plan.drafter.taps:
             buffers["taps"] = Buffer((len(plan.drafter.taps), rows, hidden), "float32")
     return buffers
+
+
+def _product_outputs(plan: Plan) -> dict[str, Buffer]:
+    widths: dict[str, int] = {}
+    for matrix in plan.matrices.values():
+        widths[matrix.output_buffer] = max(widths.get(matrix.output_buffer, 0), plan.output_width(matrix))
+    return {name: Buffer((plan.rows, width), "float32") for name, width in widths.items()}
 
 
 def head_output(plan: Plan, matrix: str) -> Buffer:

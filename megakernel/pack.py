@@ -83,7 +83,7 @@ def pack_stage(plan: Plan, stage: Stage, weights: Weights, drafts: Weights, core
             shared = _DraftTensors(plan, weights, drafts)
             if "tape" in parts:
                 _pack_section(plan, shared, "", stage.section, core, parts["tape"])
-            plan.drafter.pack(plan, shared, parts)
+            plan.drafter.pack(plan, shared, parts, core)
 
 
 # ---- tape ----
@@ -118,7 +118,8 @@ def _dense_matrix(plan: Plan, weights: Weights, prefix: str, matrix: Matrix, cor
             if matrix.own_inputs:
                 tensor = tensor[:, core * matrix.k : (core + 1) * matrix.k]
             elif column.part in _WHOLE:
-                tensor = tensor[core * column.width : (core + 1) * column.width]
+                place = core // column.shared_by
+                tensor = tensor[place * column.width : (place + 1) * column.width]
             if len(tensor):
                 dense[group, : tensor.shape[1], start : start + len(tensor)] = tensor.T
     return dense

@@ -111,7 +111,7 @@ class Plan:
     @cached_property
     def sections(self) -> dict[str, tuple[Matrix, ...]]:
         """Matrices of each section of the tape."""
-        drafts = self.drafter.matrices() if self.drafter else ()
+        drafts = self.drafter.matrices(self.split) if self.drafter else ()
         return program.sections(self.split) | ({"draft": drafts} if drafts else {})
 
     @cached_property
@@ -175,10 +175,11 @@ class Plan:
 
     @cached_property
     def tape_parameters(self) -> int:
-        """Weights on the tapes of all cores, without padding; a drafter's are on every one."""
+        """Weights on the tapes of all cores, each counted once and without padding."""
         on_tape, specs = program.tape_tensors(self.split), tensor_specs(self.config)
         target = sum(math.prod(spec.shape) for name, spec in specs.items() if program.relative(name) in on_tape)
-        return target + sum(matrix.parameters for matrix in self.sections.get("draft", ()))
+        drafts = self.drafter.matrices(Split(self.config)) if self.drafter else ()
+        return target + sum(matrix.parameters for matrix in drafts)
 
     # ---- widths of buffers ----
 
@@ -311,10 +312,12 @@ def make_plan(
     launch_steps = context if launch_steps is None else launch_steps
     if activations not in (None, *BYTES):
         raise PlanError(f"activations = {activations!r}; expected one of {', '.join(BYTES)}")
-    tokens = 1 + _draft_tokens(config, cores, sequences, drafter, draft_tokens)
+    tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
     _check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights
     split = _choose_split(config, cores, expert_groups, sequences * tokens)
+    if drafter:
+        drafter.check_split(split, target)
     block_rows, block_lanes = block or _choose_block(split, BYTES[weights])
     if block_lanes % LANES or block_rows % LANES or min(block_rows, block_lanes) <= 0:
         raise PlanError(f"block = {block_rows}x{block_lanes}; rows and lanes must be positive multiples of {LANES}")
@@ -356,14 +359,12 @@ def _check_counters(plan: Plan) -> None:
         )
 
 
-def _draft_tokens(config: ModelConfig, cores: int, sequences: int, drafter: Drafter | None, asked: int | None) -> int:
+def _draft_tokens(config: ModelConfig, sequences: int, drafter: Drafter | None, asked: int | None) -> int:
     if drafter is None:
         if asked:
             raise PlanError(f"draft_tokens = {asked} without a drafter; choose one")
         return 0
     drafter.check(config)
-    if cores > 1 and drafter.matrices():
-        raise PlanError(f"drafter {drafter.name!r} is not divided over cores and {cores} were asked for; use 'ngram'")
     if asked is None:
         return max(1, min(drafter.max_drafts, MAX_ROWS // sequences - 1))
     if not 1 <= asked <= drafter.max_drafts:

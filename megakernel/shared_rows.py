@@ -79,17 +79,17 @@ def _tell_everyone(step: Step) -> None:
     (pieces,) = exchange.finish()
     for row in rows:
         piece = pieces[row % plan.split.cores, :, :LANES].astype(jnp.float32)  # [wire rows, LANES]
-        token, logprob = (_scalar(statistic(piece, number), row) for number in (0, 1))
+        token, logprob = (scalar_of(statistic(piece, number), row) for number in (0, 1))
         refs.row_tokens[row] = token.astype(jnp.int32)
         refs.row_logprobs[row] = logprob
     worst = refs.bad_layer[0]
     for core in range(min(plan.split.cores, plan.live_rows)):
-        bad = _scalar(statistic(pieces[core, :, :LANES].astype(jnp.float32), 2), 0)
+        bad = scalar_of(statistic(pieces[core, :, :LANES].astype(jnp.float32), 2), 0)
         worst = jnp.minimum(worst, bad.astype(jnp.int32))
     refs.bad_layer[0] = worst
 
 
-def _scalar(values: jax.Array, row: int) -> Scalar:
+def scalar_of(values: jax.Array, row: int) -> Scalar:
     """One entry of a column.  # [rows, 1] f32 -> [] f32"""
     at = lax.broadcasted_iota(jnp.int32, values.shape, 0)
     return jnp.sum(jnp.where(at == row, values, 0.0))

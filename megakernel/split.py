@@ -51,12 +51,12 @@ class Split:
 
     @property
     def dense_width(self) -> int:
-        return self._share(self.config.intermediate_size)
+        return self.share(self.config.intermediate_size)
 
     @property
     def shared_width(self) -> int:
         """Width of the shared experts' part."""
-        return self._share(self.config.shared_intermediate_size)
+        return self.share(self.config.shared_intermediate_size)
 
     @property
     def expert_width(self) -> int:
@@ -130,7 +130,8 @@ class Split:
         draws = np.random.default_rng(0).multivariate_hypergeometric(sizes, distinct, size=4000)
         return float(draws.max(axis=1).mean()) / self.expert_parts
 
-    def _share(self, width: int) -> int:
+    def share(self, width: int) -> int:
+        """Of the width of a feed-forward network."""
         return width if self.cores == 1 else round_up(-(-width // self.cores), 16)
 
 

@@ -40,7 +40,7 @@ class RowPenalties:
         return cls(*(floats[sequence, lane] for lane in (REPETITION, PRESENCE, FREQUENCY)))
 
 
-def adjust(refs: SimpleNamespace, sequence: Scalar) -> Ref:
+def adjust(refs: SimpleNamespace, sequence: Scalar | int) -> Ref:
     """Writes `row_logits` with bias and penalties of a sequence to `scaled_logits`, and returns it.
 
     The bias is added; then the logits of tokens of prompt and output are divided by the repetition penalty if they are
@@ -83,7 +83,7 @@ def settle_counts(plan: Plan, refs: SimpleNamespace, sequence: Scalar, emitted: 
     lax.fori_loop(jnp.maximum(refs.request[sequence, GIVEN] - before - 1, 0), emitted, one, None)
 
 
-def count_token(refs: SimpleNamespace, sequence: Scalar, token: Scalar, amount: Scalar | int) -> None:
+def count_token(refs: SimpleNamespace, sequence: Scalar | int, token: Scalar, amount: Scalar | int) -> None:
     """Adds to the count of one token."""
     columns, here = tile_of(refs.token_counts.shape[1:], token)
     tile = refs.token_counts[sequence, :, columns]

@@ -21,6 +21,7 @@ from megakernel.plan import POSITION_GROUP
 from megakernel.program import LANES, round_up
 from megakernel.stream import EmbeddingRows, Scalar
 from megakernel.vocabulary import PIECE_REGISTERS, for_columns
+from spec_decode.dspark import shared_choice
 from spec_decode.dspark.config import DSparkConfig
 
 
@@ -31,7 +32,10 @@ def draft_left_to_right(config: DSparkConfig, step: Step) -> None:
 
     def one_slot(slot: Scalar, _: None) -> None:
         _add_bias(step, slot)
-        lax.fori_loop(0, plan.sequences, functools.partial(one, slot), None)
+        if plan.split.cores > 1:
+            shared_choice.choose_slot(config, step, slot)
+        else:
+            lax.fori_loop(0, plan.sequences, functools.partial(one, slot), None)
 
     def one(slot: Scalar, sequence: Scalar, _: None) -> None:
         row = slot * plan.sequences + sequence
