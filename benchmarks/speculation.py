@@ -33,6 +33,8 @@ from megakernel.plan import Plan
 from megakernel.program import Matrix
 from megakernel.report import machine_name
 from megakernel.session import Session, SlotRequest
+from megakernel.split import Split
+from megakernel.target import Target
 from model.config import ModelConfig
 from spec_decode import choose_drafter
 
@@ -65,8 +67,14 @@ class Unhelpful:
     def check(self, config: ModelConfig) -> None:
         """Fits every model."""
 
-    def matrices(self) -> tuple[Matrix, ...]:
+    def check_split(self, split: Split, target: Target) -> None:
+        """Needs nothing of the cores."""
+
+    def matrices(self, split: Split) -> tuple[Matrix, ...]:
         return ()
+
+    def exchange_lanes(self, split: Split) -> int:
+        return 0
 
     def vmem(self, plan: Plan) -> dict[str, Buffer]:
         return {}
@@ -89,12 +97,11 @@ class Unhelpful:
     def begin(self, step: Step) -> None:
         """Needs no preparation."""
 
-    def propose(self, step: Step, index: Any) -> Any:
+    def propose(self, step: Step, section: Any) -> None:
         for sequence in range(step.plan.sequences):
             step.refs.current[DRAFTS, sequence] = jnp.int32(step.plan.tokens - 1)
-        return index
 
-    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
+    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
         """Has no weights."""
 
 

@@ -38,14 +38,14 @@ class Logged(DSparkDrafter):
     def caches(self, plan: Plan) -> dict[str, Buffer]:
         return super().caches(plan) | {"draft_log": Buffer((plan.launch_steps, plan.rows, 128), "int32")}
 
-    def propose(self, step: Step, index: Any) -> Any:
-        index, plan, refs = super().propose(step, index), step.plan, step.refs
+    def propose(self, step: Step, section: Any) -> None:
+        super().propose(step, section)
+        plan, refs = step.plan, step.refs
         drafts = [refs.drafts[row] for row in range(plan.live_rows - plan.sequences)]
         refs.log_row[...] = jnp.broadcast_to(column(drafts, plan.rows), refs.log_row.shape)
         copy = pltpu.make_async_copy(refs.log_row, refs.draft_log.at[step.number], refs.draft_done.at[0])
         copy.start()
         copy.wait()
-        return index
 
 
 def check_drafts(target: Path, drafter: Path, asks: list[Ask], drafts: int) -> float:

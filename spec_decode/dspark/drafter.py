@@ -100,7 +100,7 @@ class DSparkDrafter:
         lanes, heads = share.cache_lanes, (share.heads, share.head_lanes)
         return {
             "draft_vectors": Buffer(self._vector_table(), "float32"),
-            "draft_markov_out": Buffer((own.markov_rank, self._vocabulary(plan)), plan.storage),
+            "draft_markov_out": Buffer((own.markov_rank, self._vocabulary(plan)), _bias_storage(plan)),
             "draft_markov_rows": Buffer((plan.sequences, POSITION_GROUP, self._rank()), plan.storage),
             "draft_embedding_rows": Buffer((plan.sequences + 1, POSITION_GROUP, share.hidden), plan.storage),
             "draft_stream": Buffer((rows, own.hidden_size), "float32"),
@@ -118,7 +118,7 @@ class DSparkDrafter:
         rows = round_up(own.vocab_size, POSITION_GROUP)
         return {
             "draft_vector_table": Buffer(self._vector_table(), "float32"),
-            "draft_markov_w2": Buffer((own.markov_rank, self._vocabulary(plan)), plan.storage),
+            "draft_markov_w2": Buffer((own.markov_rank, self._vocabulary(plan)), _bias_storage(plan)),
             "draft_markov_w1": Buffer((rows, self._rank()), plan.storage),
             "draft_embedding": Buffer((rows, share.hidden), plan.storage),
         }
@@ -178,3 +178,9 @@ class DSparkDrafter:
 
     def _vocabulary(self, plan: Plan) -> int:
         return plan.output_width(plan.matrices["draft_head"])
+
+
+def _bias_storage(plan: Plan) -> str:
+    """Element type of the Markov head's output matrix: it meets every slot of every round, so where products are in
+    float32 it is widened once, when it is packed."""
+    return "float32" if plan.target.multiplies_float32 else plan.storage
