@@ -204,7 +204,9 @@ def _pack(options: argparse.Namespace) -> None:
     plan = make_plan(
         model.config, find_target(options.target), cores=options.cores, expert_groups=options.expert_groups
     )
-    manifest, written = write_container(options.out, plan, model, host=options.host, hosts=options.hosts)
+    manifest, written = write_container(
+        options.out, plan, model, host=options.host, hosts=options.hosts, workers=options.workers
+    )
     seconds = time.perf_counter() - started
     cores = plural(manifest.cores // options.hosts, "core")
     _note(
@@ -290,6 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--cores", type=int, required=True, metavar="N", help="cores that share the model")
     pack.add_argument("--expert-groups", type=int, metavar="N", help="groups of whole experts (whatever reads least)")
     pack.add_argument("--target", default="v7x", help=f"{', '.join(TARGETS)} (%(default)s)")
+    pack.add_argument("--workers", type=int, default=4, metavar="N", help="cores packed at a time (%(default)s)")
     _add_host_options(pack)
     pack.set_defaults(run=_pack)
 

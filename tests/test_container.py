@@ -213,7 +213,7 @@ def test_memory_is_bounded_by_a_stage(tmp_path: Path, monkeypatch: pytest.Monkey
         for buffer in [weight_buffers(plan)[span.array]]
     )
     tracemalloc.start()
-    write_container(tmp_path, plan, LoadedModel(model.config, tensors))
+    write_container(tmp_path, plan, LoadedModel(model.config, tensors), workers=1)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     bound = max(largest, 1 << 20) + 3 * piece + (3 << 20)
