@@ -71,6 +71,8 @@ def write_container(
       ContainerError: the folder holds another container or something else, too little room on the disk, wrong `host`.
       CheckpointError (`model`): a tensor that cannot be used.
     """
+    if model.container is not None:
+        raise ContainerError(f"{model.container.folder}: already packed; pack the checkpoint that it was made from")
     folder, plan = Path(folder), without_drafter(plan)
     cores = cores_of_host(plan.split.cores, host, hosts)
     manifest = _begin(folder, plan, model)
