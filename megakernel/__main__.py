@@ -214,7 +214,9 @@ def _pack(options: argparse.Namespace) -> None:
     model, started = load(options.model), time.perf_counter()
     target, cores = find_machine(options.target, options.cores)
     plan = make_plan(model.config, target, cores=cores, expert_groups=options.expert_groups)
-    manifest, written = write_container(options.out, plan, model, host=options.host, hosts=options.hosts)
+    manifest, written = write_container(
+        options.out, plan, model, host=options.host, hosts=options.hosts, workers=options.workers
+    )
     seconds = time.perf_counter() - started
     own = plural(manifest.cores // options.hosts, "core")
     _note(
@@ -307,6 +309,7 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--cores", type=int, required=True, metavar="N", help="cores that share the model")
     pack.add_argument("--expert-groups", type=int, metavar="N", help="groups of whole experts (whatever reads least)")
     pack.add_argument("--target", default="v7x", help=f"{', '.join(TARGETS)} (%(default)s)")
+    pack.add_argument("--workers", type=int, default=4, metavar="N", help="cores packed at a time (%(default)s)")
     _add_host_options(pack)
     pack.set_defaults(run=_pack)
 

@@ -36,7 +36,7 @@ def resolve_backend(name: str) -> Backend:
     memories with race detection (slow). "reference" does not run the kernel at all.
 
     Raises:
-      ValueError: the name is not known, or asks for a TPU that is not there.
+      ValueError: the name is not known, or asks for a TPU that is not there, or for a simulator across hosts.
     """
     if name not in NAMES:
         raise ValueError(f"backend {name!r} is not known; known: {', '.join(NAMES)}")
@@ -44,6 +44,8 @@ def resolve_backend(name: str) -> Backend:
         name = "tpu" if jax.default_backend() == "tpu" else "interpret"
     if name == "tpu":
         return Backend(name, _attached_tpu(), False)
+    if name == "simulate" and jax.process_count() > 1:
+        raise ValueError(f"backend 'simulate' has one process; here are {jax.process_count()}: use 'interpret'")
     if name == "simulate":
         return Backend(name, CPU, simulator())
     return Backend(name, CPU, True)

@@ -12,7 +12,9 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -51,13 +53,16 @@ _SAMPLED = 64 << 10
 
 
 def write_container(
-    folder: str | Path, plan: Plan, model: LoadedModel, *, host: int = 0, hosts: int = 1
+    folder: str | Path, plan: Plan, model: LoadedModel, *, host: int = 0, hosts: int = 1, workers: int = 4
 ) -> tuple[Manifest, int]:
     """Packs a model for a plan; goes on where an earlier run with the same arguments stopped.
 
     Several hosts may write into one folder, or each into its own; host h packs an even, contiguous share of the cores.
     Memory: the tensors of one stage (at most `EXPERT_STAGE_BYTES` of experts, or one section of the tape, or the LM
-    head), and a few times one core's piece of it.
+    head), and three times one core's piece of it for each worker.
+
+    Args:
+      workers: cores packed at the same time, in threads.
 
     Returns:
       The manifest, and the bytes that this run wrote.
@@ -66,6 +71,8 @@ def write_container(
       ContainerError: the folder holds another container or something else, too little room on the disk, wrong `host`.
       CheckpointError (`model`): a tensor that cannot be used.
     """
+    if model.container is not None:
+        raise ContainerError(f"{model.container.folder}: already packed; pack the checkpoint that it was made from")
     folder, plan = Path(folder), without_drafter(plan)
     cores = cores_of_host(plan.split.cores, host, hosts)
     manifest = _begin(folder, plan, model)
@@ -75,20 +82,21 @@ def write_container(
         left = sum(writer.missing_bytes for writer in writers)
         _check_room(folder, left)
         bar = stack.enter_context(tqdm(total=left, desc="pack", unit="B", unit_scale=True, disable=None))
+        pool = stack.enter_context(ThreadPoolExecutor(workers))
         since_commit = 0
         for stage in stages(plan):
-            waiting = [writer for writer in writers if writer.lacks(stage)]
             tensors = _ReadOnce(model.weights)
-            for writer in waiting:
-                size = writer.write(stage, _packed(plan, stage, tensors, writer.core))
+
+            def pack_core(writer: _CoreWriter, stage: Stage = stage, tensors: _ReadOnce = tensors) -> int:
+                return writer.write(stage, _packed(plan, stage, tensors, writer.core))
+
+            for size in pool.map(pack_core, [writer for writer in writers if writer.lacks(stage)]):
                 written, since_commit = written + size, since_commit + size
                 bar.update(size)
             if since_commit >= COMMIT_BYTES:
-                for writer in writers:
-                    writer.commit()
+                list(pool.map(_CoreWriter.commit, writers))
                 since_commit = 0
-        for writer in writers:
-            writer.commit()
+        list(pool.map(_CoreWriter.commit, writers))
     return manifest, written
 
 
@@ -157,11 +165,13 @@ class _ReadOnce(Mapping[str, np.ndarray]):
     def __init__(self, weights: Mapping[str, np.ndarray]):
         self._weights = weights
         self._held: dict[str, np.ndarray] = {}
+        self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._held:
-            self._held[name] = self._weights[name]
-        return self._held[name]
+        with self._lock:
+            if name not in self._held:
+                self._held[name] = self._weights[name]
+            return self._held[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

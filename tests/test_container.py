@@ -28,6 +28,7 @@ from megakernel.decode import find_draft
 from megakernel.memory import weight_buffers
 from megakernel.pack import pack, pack_drafter
 from megakernel.program import relative
+from megakernel.session import _blame
 from megakernel.stages import stages
 from megakernel.target import find_target
 from model.checkpoint import CheckpointError
@@ -170,12 +171,20 @@ def test_a_drafter_is_added_when_a_container_is_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], expected, err_msg=name)
 
 
-def test_what_needs_tensors_says_so(whole: Path) -> None:
+def test_what_needs_tensors_says_so(whole: Path, tmp_path: Path) -> None:
     packed = load(whole)
     with pytest.raises(ValueError, match="is a container; backend 'reference' needs the checkpoint"):
         decode(packed, [7], max_new_tokens=2, backend="reference")
     with pytest.raises(CheckpointError, match=r"tensor 'lm_head\.weight': a container holds packed arrays only"):
         packed.weights["lm_head.weight"]
+    with pytest.raises(ContainerError, match="already packed; pack the checkpoint"):
+        packed_by(tmp_path, packed)
+    assert _blame(packed, 3).endswith(f"look for damage: python -m megakernel check {whole}")
+
+
+def test_a_plan_needs_no_weights(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(whole), "--cores", "2", "--context", "64"]) == 0
+    assert "k3-mini" in capsys.readouterr().out
 
 
 @needs_nano
@@ -213,7 +222,7 @@ def test_memory_is_bounded_by_a_stage(tmp_path: Path, monkeypatch: pytest.Monkey
         for buffer in [weight_buffers(plan)[span.array]]
     )
     tracemalloc.start()
-    write_container(tmp_path, plan, LoadedModel(model.config, tensors))
+    write_container(tmp_path, plan, LoadedModel(model.config, tensors), workers=1)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     bound = max(largest, 1 << 20) + 3 * piece + (3 << 20)
