@@ -3,7 +3,8 @@
 Each line is a median over the prompts, measured here in interpret mode, where a round's time hardly grows with memory
 traffic but does with rows: tokens/s say what pays on this machine, tokens a round what pays where weights are streamed.
 A sample of the text and its share of distinct tokens stand beside each line: text that only repeats itself is easily
-drafted. Prints and asserts nothing, except that no drafter changes a token.
+drafted. What drafting takes of a round is measured against launches that verify as many rows and draft nothing. Prints
+and asserts nothing, except that no drafter changes a token.
 
     python benchmarks/speculation.py [--model k3-nano] [--tokens 96] [--prompts 4] [--drafts 1 3 7]
 """
@@ -14,17 +15,25 @@ import argparse
 import dataclasses
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from megakernel import LoadedModel, SamplingParams, load, make_plan
 from megakernel.backends import resolve_backend
-from megakernel.memory import cache_buffers
+from megakernel.drafting import Draft
+from megakernel.layers import Step
+from megakernel.memory import DRAFTS, Buffer, cache_buffers
 from megakernel.plan import Plan
+from megakernel.program import Matrix
 from megakernel.report import machine_name
 from megakernel.session import Session, SlotRequest
+from model.config import ModelConfig
 from spec_decode import choose_drafter
 
 _TEXT = Path(__file__).parents[1] / "tests" / "data" / "valid_excerpt.txt"
@@ -42,6 +51,51 @@ class Line:
     tokens: list[list[int]] = dataclasses.field(default_factory=list)
     per_round: list[float] = dataclasses.field(default_factory=list)
     per_second: list[float] = dataclasses.field(default_factory=list)
+    round_seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unhelpful:
+    """Proposes token 0 everywhere: its rounds are those of a drafter whose own work has been taken out."""
+
+    name: str = "nothing drafted"
+    max_drafts: int = 15
+    taps: tuple[int, ...] = ()
+
+    def check(self, config: ModelConfig) -> None:
+        """Fits every model."""
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        return ()
+
+    def vmem(self, plan: Plan) -> dict[str, Buffer]:
+        return {}
+
+    def weights(self, plan: Plan) -> dict[str, Buffer]:
+        return {}
+
+    def caches(self, plan: Plan) -> dict[str, Buffer]:
+        return {}
+
+    def request(self, plan: Plan) -> dict[str, Buffer]:
+        return {}
+
+    def fill_request(self, plan: Plan, slot: int, known: list[int], arrays: Mapping[str, np.ndarray]) -> None:
+        """Needs nothing."""
+
+    def semaphores(self, plan: Plan) -> dict[str, int]:
+        return {}
+
+    def begin(self, step: Step) -> None:
+        """Needs no preparation."""
+
+    def propose(self, step: Step, index: Any) -> Any:
+        for sequence in range(step.plan.sequences):
+            step.refs.current[DRAFTS, sequence] = jnp.int32(step.plan.tokens - 1)
+        return index
+
+    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
+        """Has no weights."""
 
 
 def main() -> None:
@@ -50,7 +104,8 @@ def main() -> None:
     prompts = held_out_prompts(model, options.prompts)
     print(f"{model.config.name} on {machine_name()}, JAX {jax.__version__}; {len(prompts)} prompts from held-out text,")
     print(f"{options.tokens} new tokens each, one sequence at a time; all measured on this machine\n")
-    cases = [("none", 0), *((name, k) for name in ("ngram", "dspark") for k in options.drafts)]
+    names = ("ngram", "dspark", Unhelpful.name)
+    cases = [("none", 0), *((name, k) for name in names for k in options.drafts)]
     lines: list[Line] = []
     for name, drafts in tqdm(cases, desc="drafters", disable=not sys.stderr.isatty()):
         lines += _measure(model, name, drafts, prompts, options)
@@ -67,8 +122,12 @@ def held_out_prompts(model: LoadedModel, count: int) -> list[list[int]]:
     return [[start, *model.tokenizer.encode(text)[: _PROMPT_TOKENS - 1]] for text in paragraphs]
 
 
+def _draft(model: LoadedModel, name: str) -> Draft | None:
+    return Draft(Unhelpful(), {}) if name == Unhelpful.name else choose_drafter(name, model)
+
+
 def _plan(model: LoadedModel, name: str, drafts: int, tokens: int) -> Plan:
-    draft = choose_drafter(name, model)
+    draft = _draft(model, name)
     steps = 1 << (_PROMPT_TOKENS + tokens - 1).bit_length()
     return make_plan(
         model.config,
@@ -82,7 +141,7 @@ def _plan(model: LoadedModel, name: str, drafts: int, tokens: int) -> Plan:
 def _measure(
     model: LoadedModel, name: str, drafts: int, prompts: list[list[int]], options: argparse.Namespace
 ) -> list[Line]:
-    draft, plan = choose_drafter(name, model), _plan(model, name, drafts, options.tokens)
+    draft, plan = _draft(model, name), _plan(model, name, drafts, options.tokens)
     weights = draft.weights if draft else None
     lines = []
     for temperature in (0.0, 0.8):
@@ -96,21 +155,37 @@ def _measure(
             line.tokens.append(result.tokens)
             line.per_round.append(made.tokens_per_round if made else 1.0)
             line.per_second.append(len(result.tokens) / session.decode_seconds)
+            rounds = int(session.rounds[0]) - 1 + -(-len(prompt) // plan.tokens)
+            line.round_seconds.append(session.decode_seconds / rounds)
         lines.append(line)
     return lines
 
 
 def _print_table(model: LoadedModel, lines: list[Line]) -> None:
     assert model.tokenizer is not None
-    print(f"{'drafter':<10}{'K':>3}{'temp.':>7}{'tokens/round':>14}{'tokens/s':>10}{'distinct':>10}  sample")
+    print(
+        f"{'drafter':<16}{'K':>3}{'temp.':>7}{'tokens/round':>14}{'tokens/s':>10}{'ms/round':>10}{'drafting':>10}"
+        f"{'distinct':>10}  sample"
+    )
+    bare = {(line.drafts, line.temperature): line for line in lines if line.name == Unhelpful.name}
     for line in lines:
         distinct = statistics.median(len(set(tokens)) / len(tokens) for tokens in line.tokens)
         text = model.tokenizer.decode(line.tokens[0][:16]).replace("\n", " ")
         print(
-            f"{line.name:<10}{line.drafts or '':>3}{line.temperature:>7}{statistics.median(line.per_round):>14.2f}"
-            f"{statistics.median(line.per_second):>10.1f}{distinct:>10.0%}  {text!r}"
+            f"{line.name:<16}{line.drafts or '':>3}{line.temperature:>7}{statistics.median(line.per_round):>14.2f}"
+            f"{statistics.median(line.per_second):>10.1f}{1e3 * statistics.median(line.round_seconds):>10.2f}"
+            f"{_share(line, bare.get((line.drafts, line.temperature))):>10}{distinct:>10.0%}  {text!r}"
         )
-    print("\nSeconds include the prompt, which the kernel reads K + 1 tokens a round; compilation is not in them.")
+    print(
+        f"\nDrafting: time of a round that {Unhelpful.name!r} with as many rows does without (measured, best prompt)."
+    )
+    print("Seconds include the prompt, which the kernel reads K + 1 tokens a round; compilation is not in them.")
+
+
+def _share(line: Line, bare: Line | None) -> str:
+    if bare is None or bare is line:
+        return ""
+    return f"{1 - min(bare.round_seconds) / min(line.round_seconds):.0%}"
 
 
 def _check_same(lines: list[Line]) -> None:
@@ -123,13 +198,13 @@ def _check_same(lines: list[Line]) -> None:
 def _print_memory(model: LoadedModel, cases: list[tuple[str, int]], tokens: int) -> None:
     """From the plans, not measured: recurrent state, and what undoing rejected rows takes."""
     print("bytes of a sequence in HBM (from the plan)")
-    print(f"{'drafter':<10}{'K':>3}{'states and tails':>18}{'rows for replay':>17}{'of the drafter':>16}")
+    print(f"{'drafter':<16}{'K':>3}{'states and tails':>18}{'rows for replay':>17}{'of the drafter':>16}")
     for name, drafts in cases:
         plan = _plan(model, name, drafts, tokens)
         held = {array: buffer.bytes // plan.sequences for array, buffer in cache_buffers(plan).items()}
         state, pending = held["states"] + held["conv_tails"], held.get("pending_rows", 0)
         own = sum(size for array, size in held.items() if array.startswith("draft"))
-        print(f"{name:<10}{drafts or '':>3}{state:>18,}{pending:>17,}{own:>16,}")
+        print(f"{name:<16}{drafts or '':>3}{state:>18,}{pending:>17,}{own:>16,}")
 
 
 def _options() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""`python -m megakernel`, also installed as `one-launch`: generate text, look at a plan, check the machine."""
+"""`python -m megakernel`, also installed as `one-launch`: generate text, plan, pack models, check the machine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import jax
 
 from megakernel.aot import AotError, compile_for
 from megakernel.backends import NAMES, resolve_backend
+from megakernel.container import Check, check_container, cores_of_host, is_container, read_manifest
+from megakernel.container_write import write_container
 from megakernel.cost import predict
 from megakernel.cost_report import compares, comparison_text, cost_text
 from megakernel.decode import decode, find_draft
@@ -64,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    sampling = SamplingParams(options.temperature, options.top_k, options.top_p, options.min_p)
+    numbers = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingParams)}
+    sampling = SamplingParams(**numbers | {"logit_bias": dict(options.logit_bias or ())})
     seed = secrets.randbits(32) if options.seed is None else options.seed
     model = load(options.model)
     prompt = sys.stdin.read() if options.text == "-" else options.text
@@ -197,9 +200,38 @@ def find_config(name: str) -> ModelConfig:
     if name in PRESETS:
         return ModelConfig.preset(name)
     for folder in (Path(name), SHIPPED / name):
+        if is_container(folder):
+            return read_manifest(folder).config
         if folder.is_dir():
             return ModelConfig.from_file(folder)
     raise ConfigError(f"{name!r} is neither a folder nor a known model; known: {', '.join(sorted(PRESETS))}")
+
+
+# ---- containers ----
+
+
+def _pack(options: argparse.Namespace) -> None:
+    model, started = load(options.model), time.perf_counter()
+    target, cores = find_machine(options.target, options.cores)
+    plan = make_plan(model.config, target, cores=cores, expert_groups=options.expert_groups)
+    manifest, written = write_container(options.out, plan, model, host=options.host, hosts=options.hosts)
+    seconds = time.perf_counter() - started
+    own = plural(manifest.cores // options.hosts, "core")
+    _note(
+        f"{options.out}: {own} of {manifest.core_bytes / 1e6:,.1f} MB each; wrote {written / 1e6:,.1f} MB in "
+        f"{seconds:,.1f} s ({written / 1e6 / seconds:,.0f} MB/s)"
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    folder = Path(options.folder)
+    cores = cores_of_host(read_manifest(folder).cores, options.host, options.hosts)
+    check: Check = "quick" if options.quick else "full"
+    manifest, verified = check_container(folder, cores, check)
+    what = "sizes and journals" if options.quick else "every hash"
+    print(
+        f"{folder}: {manifest.config.name}, {plural(len(cores), 'core')}, {verified / 1e6:,.1f} MB: {what} as expected"
+    )
 
 
 # ---- doctor ----
@@ -229,17 +261,21 @@ def _parser() -> argparse.ArgumentParser:
         "top_k": "0 keeps all",
         "top_p": "1 keeps all",
         "min_p": "0 keeps all",
+        "repetition_penalty": "of tokens of prompt and text; 1 is none",
+        "presence_penalty": "of tokens of the text; 0 is none",
+        "frequency_penalty": "the same, each time they occur; 0 is none",
     }
 
     generate = commands.add_parser("generate", help="continue a text", description="Continues a text.")
     generate.add_argument("text", help="the prompt; - reads it from standard input")
     generate.add_argument("--model", default="k3-nano", help="a shipped model or a checkpoint folder (%(default)s)")
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most new tokens (%(default)s)")
-    for field in dataclasses.fields(SamplingParams):
-        option, default = f"--{field.name.replace('_', '-')}", getattr(defaults, field.name)
-        generate.add_argument(
-            option, type=type(default), default=default, metavar="X", help=f"{hints[field.name]} (%(default)s)"
-        )
+    for name, hint in hints.items():
+        option, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
+        generate.add_argument(option, type=type(default), default=default, metavar="X", help=f"{hint} (%(default)s)")
+    generate.add_argument(
+        "--logit-bias", type=_bias, action="append", metavar="ID=X", help="added to a token's logit; -inf forbids it"
+    )
     generate.add_argument("--seed", type=int, help="0 to 2**64 - 1; the same seed gives the same text again")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
     _add_draft_options(generate)
@@ -259,16 +295,44 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--context", type=int, metavar="N", help="positions of a sequence (the model's, at most 4096)")
     plan.add_argument("--ring-depth", type=int, metavar="N", help="tape blocks in flight (as many as fit)")
-    plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (4)")
+    plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (a quarter of it)")
     _add_draft_options(plan)
     plan.add_argument("--compile", action="store_true", help="compile it with the TPU compiler; needs no TPU")
     plan.add_argument("--draw", metavar="FILE", help="draw it: a picture in any format of matplotlib, by the suffix")
     plan.set_defaults(run=_plan)
 
+    pack = commands.add_parser("pack", help="pack a checkpoint for several cores", description="Writes a container.")
+    pack.add_argument("model", help="a checkpoint folder, or a shipped model")
+    pack.add_argument("out", help="the container's folder; one that was begun is gone on with")
+    pack.add_argument("--cores", type=int, required=True, metavar="N", help="cores that share the model")
+    pack.add_argument("--expert-groups", type=int, metavar="N", help="groups of whole experts (whatever reads least)")
+    pack.add_argument("--target", default="v7x", help=f"{', '.join(TARGETS)} (%(default)s)")
+    _add_host_options(pack)
+    pack.set_defaults(run=_pack)
+
+    check = commands.add_parser("check", help="check a packed model", description="Verifies a container.")
+    check.add_argument("folder", help="the container")
+    check.add_argument("--quick", action="store_true", help="sizes and journals only; hash nothing")
+    _add_host_options(check)
+    check.set_defaults(run=_check)
+
     doctor = commands.add_parser("doctor", help="what this machine can run", description="Checks this machine.")
     doctor.add_argument("--quick", action="store_true", help="versions and models only; run and compile nothing")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a token id and a number, as 17=-2.5") from None
+
+
+def _add_host_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", type=int, default=0, metavar="I", help="this host, from 0: does its share of cores")
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts that share the work (%(default)s)")
 
 
 def _add_draft_options(parser: argparse.ArgumentParser) -> None:

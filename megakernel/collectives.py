@@ -241,13 +241,13 @@ def side_by_side(pieces: Ref, width: int, total: int, exponents: Ref | None = No
         tile_pieces, tiles = LANES // width, []
         for first in range(0, owners, tile_pieces):
             there = range(first, min(first + tile_pieces, owners))
-            tiles.append(_one_tile([piece(core, LANES) for core in there], width))
+            tiles.append(one_tile([piece(core, LANES) for core in there], width))
         laid = jnp.concatenate(tiles, axis=1)
     column = lax.broadcasted_iota(jnp.int32, laid.shape, 1)
     return laid if total == padded else jnp.where(column < total, laid, 0.0)
 
 
-def _one_tile(pieces: list[jax.Array], width: int) -> jax.Array:
+def one_tile(pieces: list[jax.Array], width: int) -> jax.Array:
     """The first `width` lanes of each piece, one after the other.  # each [rows, 128] f32 -> [rows, 128] f32"""
     lane = lax.broadcasted_iota(jnp.int32, pieces[0].shape, 1)
     tile = pieces[0]

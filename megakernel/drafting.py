@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from megakernel.program import Matrix
+from megakernel.split import Split
+from megakernel.target import Target
 from model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -41,8 +43,16 @@ class Drafter(Protocol):
         """Raises `PlanError` if this drafter does not fit the target model."""
         ...
 
-    def matrices(self) -> tuple[Matrix, ...]:
-        """Streamed products of one proposal, on the tape behind the target's LM head."""
+    def check_split(self, split: Split, target: Target) -> None:
+        """Raises `PlanError` if the cores cannot share this drafter, or this kind of machine cannot run it."""
+        ...
+
+    def matrices(self, split: Split) -> tuple[Matrix, ...]:
+        """One core's streamed products of one proposal, on the tape behind the target's LM head."""
+        ...
+
+    def exchange_lanes(self, split: Split) -> int:
+        """Lanes of the widest piece that one core sends another for a proposal; 0: none."""
         ...
 
     def vmem(self, plan: Plan) -> dict[str, Buffer]: ...
@@ -72,12 +82,12 @@ class Drafter(Protocol):
 
         `step.refs.window` still holds the rows of the round that has just been accepted and `current` already stands
         behind them. Writes the drafts for the next round to `drafts[k, sequence]` and their number, at most
-        `plan.tokens - 1`, to `current[DRAFTS, sequence]`.
+        `plan.tokens - 1`, to `current[DRAFTS, sequence]`; the same on every core.
         """
         ...
 
-    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
-        """Fills the arrays of `weights(plan)`.
+    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
+        """Fills one core's arrays of `weights(plan)`.
 
         `weights` are the drafter's own tensors, and the target's embedding and LM head as `target.embed_tokens` and
         `target.lm_head`. The tape is filled from the tensors that `matrices` names.

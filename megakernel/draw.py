@@ -50,7 +50,7 @@ _SHORTEST = 0.12
 _GROUPS = (
     ("ring", ("ring",)),
     ("expert slots", ("expert_",)),
-    ("logits", ("out_head", *memory.ROW_OF_LOGITS)),
+    ("logits", ("out_head", *memory.ROW_OF_LOGITS, "token_counts", "logit_bias")),
     ("KDA windows", ("state", "tails", "kda_", "trial_state", "pending")),
     ("MLA windows", ("page", "latent_group", "fresh", "queries", "contexts")),
     ("outputs of products", ("out_",)),

@@ -20,7 +20,7 @@ from megakernel.result import FinishReason, Generation, NumericsError, Piece, Sp
 from megakernel.session import Session, SlotRequest
 from megakernel.text import TextStream
 from model.reference import jit_step
-from model.sampling import sample
+from model.sampling import adjusted_logits, sample
 
 KERNEL_PROMPT = 64
 """Longest prompt that the kernel reads itself; longer ones go through the reference's chunkwise form."""
@@ -88,12 +88,13 @@ class Settings:
     draft: Draft | None = None
     draft_tokens: int | None = None
     cores: int = 1
+    has_tensors: bool = True  # not only a container, which the reference cannot read
 
     @property
     def kernel_prompt(self) -> int | None:
         """Longest prompt that the kernel reads itself; None where it must read them all: where the drafter sees every
-        position, or where the reference's one core might not hold the model."""
-        reads_all = self.cores > 1 or (self.draft is not None and bool(self.draft.drafter.taps))
+        position, or where the reference has no tensors or its one core might not hold the model."""
+        reads_all = self.cores > 1 or not self.has_tensors or (self.draft is not None and bool(self.draft.drafter.taps))
         return None if reads_all else KERNEL_PROMPT
 
 
@@ -132,6 +133,8 @@ def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings
         drafter=settings.draft.drafter if settings.draft else None,
         draft_tokens=settings.draft_tokens,
         cores=settings.cores,
+        penalties=any(job.sampling.adjusts_logits for job in jobs),
+        **(model.container.plan_choices(settings.cores) if model.container else {}),
     )
 
 
@@ -151,6 +154,7 @@ def run_group(
             dataclasses.replace(request, wanted=_launch_size(progress, settings)) if progress.finish is None else None
             for progress, request in zip(running, nexts, strict=True)
         ]
+        pieces: dict[int, Piece] = {}
         for slot, result in enumerate(session.launch(requests)[: len(jobs)]):
             request = requests[slot]
             if result is None or request is None:
@@ -160,8 +164,22 @@ def run_group(
                 given=result.tokens[-1:],
                 position=request.position + result.steps,
                 known=[*request.known, *result.tokens],
+                output=request.output + len(result.tokens),
             )
-            yield running[slot].take(result.tokens, result.logprobs, settings.stop, settings.with_logprobs)
+            pieces[slot] = running[slot].take(result.tokens, result.logprobs, settings.stop, settings.with_logprobs)
+        for slot, piece in pieces.items():
+            ended = piece.finish_reason is not None
+            yield dataclasses.replace(
+                piece, generation=_generation(session, slot, running, settings) if ended else None
+            )
+    for slot in range(len(running)):
+        generation = _generation(session, slot, running, settings)
+        _warn_if_it_does_not_pay(generation.speculation)
+        yield generation
+
+
+def _generation(session: Session, slot: int, running: Sequence[Progress], settings: Settings) -> Generation:
+    """What a slot has made, with the timing of the whole group so far."""
     timing = Timing(
         compile=session.compile_seconds,
         prefill=session.prefill_seconds,
@@ -170,10 +188,8 @@ def run_group(
         steps=session.steps,
         tokens=sum(len(progress.tokens) for progress in running),
     )
-    for slot, progress in enumerate(running):
-        speculation = session.speculation(slot, len(progress.tokens))
-        _warn_if_it_does_not_pay(speculation)
-        yield progress.generation(timing, settings.with_logprobs, speculation)
+    speculation = session.speculation(slot, len(running[slot].tokens))
+    return running[slot].generation(timing, settings.with_logprobs, speculation)
 
 
 def _warn_if_it_does_not_pay(speculation: Speculation | None) -> None:
@@ -211,15 +227,19 @@ def run_reference(model: LoadedModel, jobs: Sequence[Job], settings: Settings) -
             if not bool(jnp.isfinite(logits).all()):
                 raise NumericsError(f"NaN or infinity in the logits of {model.config.name}")
             position = len(job.prompt) + len(progress.tokens)
-            token = int(sample(logits[0], job.sampling, job.seed, position))
+            adjusted = adjusted_logits(logits[0], job.sampling, job.prompt, progress.tokens)
+            token = int(sample(adjusted, job.sampling, job.seed, position))
             logprob = float(logits[0, token] - jnp.logaddexp.reduce(logits[0]))
-            yield progress.take([token], [logprob], settings.stop, settings.with_logprobs)
+            piece = progress.take([token], [logprob], settings.stop, settings.with_logprobs)
             bar.update()
             if progress.finish is None:
+                yield piece
                 logits, cache = jit_step(reference, jnp.array([token], jnp.int32), cache)
         bar.close()
         seconds, count = time.perf_counter() - started, len(progress.tokens)
-        yield progress.generation(Timing(0.0, prefill, seconds, 0, count, count), settings.with_logprobs)
+        generation = progress.generation(Timing(0.0, prefill, seconds, 0, count, count), settings.with_logprobs)
+        yield dataclasses.replace(piece, generation=generation)
+        yield generation
 
 
 def _power_of_two(value: int) -> int:

@@ -286,8 +286,9 @@ def _pending_window(refs: SimpleNamespace) -> stream.Window:
 
 
 def _clear_padding(step: Step) -> None:
-    """Rows that no sequence ever writes must still be numbers."""
+    """What is read before it is written, or never written, must still be numbers."""
     refs = step.refs
+    refs.stream[...] = jnp.zeros(refs.stream.shape, jnp.float32)
     if step.plan.config.kda_layers:
         refs.kda_read[...] = jnp.zeros(refs.kda_read.shape, jnp.float32)
     if step.plan.config.mla_layers:
@@ -315,7 +316,7 @@ def _finite(step: Step, x: jax.Array) -> Scalar:
 def _space(name: str, vmem_inputs: Container[str]) -> pl.BlockSpec:
     if name in ("layer_table", *memory.SMEM_REQUEST, *memory.SMEM_RESULT):
         return pl.BlockSpec(memory_space=pltpu.SMEM)
-    if name in vmem_inputs:
+    if name in vmem_inputs and name not in memory.HBM_REQUEST:
         return pl.BlockSpec(memory_space=pltpu.VMEM)
     return pl.BlockSpec(memory_space=pl.ANY)
 

@@ -64,7 +64,7 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
         "stream": Buffer((config.num_snapshots + 1, rows, hidden), "float32"),
         "operand": Buffer((rows, plan.operand_width), activations),
         **{name: Buffer(vocabulary_shape(config.vocab_size, split.cores), "float32") for name in ROW_OF_LOGITS},
-        **{f"out_{name}": Buffer((rows, plan.output_width(m)), "float32") for name, m in plan.matrices.items()},
+        **_product_outputs(plan),
     }
     buffers["out_head"] = head_output(plan, "head")
     if config.kda_layers:
@@ -101,18 +101,28 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
     if split.cores > 1:
         from megakernel.cores import exchange_lanes
 
-        piece, shard = (plan.rows, exchange_lanes(plan)), (SEGMENTS, split.vocabulary // SEGMENTS)
+        piece, shard = (plan.wire_rows, exchange_lanes(plan)), (SEGMENTS, split.vocabulary // SEGMENTS)
         buffers |= {
             "outbox": Buffer((split.cores, *piece), plan.wire),
             "inbox": Buffer((2, split.cores, *piece), plan.wire),
             "logits_outbox": Buffer((split.cores, *shard), "float32"),
             "logits_inbox": Buffer((2, split.cores, *shard), "float32"),
         }
+    if plan.penalties:
+        shape = (sequences, *vocabulary_shape(config.vocab_size, split.cores))
+        buffers["token_counts"] = Buffer(shape, "int32")
     if plan.drafter:
         buffers |= plan.drafter.vmem(plan)
         if plan.drafter.taps:
             buffers["taps"] = Buffer((len(plan.drafter.taps), rows, hidden), "float32")
     return buffers
+
+
+def _product_outputs(plan: Plan) -> dict[str, Buffer]:
+    widths: dict[str, int] = {}
+    for matrix in plan.matrices.values():
+        widths[matrix.output_buffer] = max(widths.get(matrix.output_buffer, 0), plan.output_width(matrix))
+    return {name: Buffer((plan.rows, width), "float32") for name, width in widths.items()}
 
 
 def head_output(plan: Plan, matrix: str) -> Buffer:
@@ -150,6 +160,8 @@ def semaphore_counts(plan: Plan) -> dict[str, int]:
         counts |= {"sent": 1, "received": 2, "logits_sent": 1, "logits_received": 2}
     if plan.keep_logits:
         counts["logits_done"] = 1
+    if plan.penalties:
+        counts["counts_done"] = 1
     return counts | (plan.drafter.semaphores(plan) if plan.drafter else {})
 
 
@@ -198,13 +210,16 @@ def cache_buffers(plan: Plan) -> dict[str, Buffer]:
 
 
 def request_buffers(plan: Plan) -> dict[str, Buffer]:
-    """What the host writes for one launch: small numbers in SMEM, what the drafter asks for in VMEM."""
+    """What the host writes for one launch: small numbers in SMEM, what drafter and penalties need elsewhere."""
     own = plan.drafter.request(plan) if plan.drafter else {}
+    if plan.penalties:
+        shape = (plan.sequences, *vocabulary_shape(plan.config.vocab_size, plan.split.cores))
+        own |= {"logit_bias": Buffer(shape, "float32"), "known_counts": Buffer(shape, "int32")}
     return own | {
         "tokens": Buffer((plan.sequences, plan.launch_steps), "int32"),
         "request": Buffer((plan.sequences, 3), "int32"),
         "stop_tokens": Buffer((MAX_STOP_TOKENS,), "int32"),
-        "sampling_floats": Buffer((plan.sequences, 3), "float32"),
+        "sampling_floats": Buffer((plan.sequences, 6), "float32"),
         "sampling_ints": Buffer((plan.sequences, 3), "int32"),
     }
 
@@ -225,12 +240,14 @@ def result_buffers(plan: Plan) -> dict[str, Buffer]:
 
 
 SMEM_REQUEST = ("tokens", "request", "stop_tokens", "sampling_floats", "sampling_ints")
+HBM_REQUEST = ("known_counts",)
 SMEM_RESULT = ("new_tokens", "logprobs", "status", "accepted", "proposed", "round_tokens")
 
 
 def vmem_map(plan: Plan) -> dict[str, int]:
     """Bytes of VMEM by buffer."""
-    request = {name: buffer for name, buffer in request_buffers(plan).items() if name not in SMEM_REQUEST}
+    elsewhere = (*SMEM_REQUEST, *HBM_REQUEST)
+    request = {name: buffer for name, buffer in request_buffers(plan).items() if name not in elsewhere}
     return {name: buffer.padded_bytes for name, buffer in (vmem_buffers(plan) | request).items()}
 
 
@@ -245,6 +262,7 @@ def smem_map(plan: Plan) -> dict[str, int]:
 def hbm_map(plan: Plan) -> dict[str, int]:
     """Bytes of HBM by array."""
     buffers = weight_buffers(plan) | cache_buffers(plan)
+    buffers |= {name: buffer for name, buffer in request_buffers(plan).items() if name in HBM_REQUEST}
     if plan.keep_logits:
         buffers["step_logits"] = result_buffers(plan)["step_logits"]
     return {name: buffer.padded_bytes for name, buffer in buffers.items()}

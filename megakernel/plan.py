@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from functools import cached_property
 
-from megakernel import program
+from megakernel import bank, program
 from megakernel.drafting import Drafter
 from megakernel.program import LANES, Matrix, round_up
 from megakernel.split import Split, split_choices
@@ -29,8 +29,10 @@ _BLOCK_COST_BYTES, _CUT_COST_BYTES = 8 << 10, 1 << 10
 """Cost of handling one block and one cut of a panel, as bytes of stream: what the search trades against padding."""
 _EXPERT_SHARE = 0.25
 """Part of VMEM for experts on their way, unless a plan asks for a number of slots."""
-_DEEPEST_RING = 64
+_DEEPEST_RING = 32
 """Most blocks in flight: what is fetched while an exchange or the experts keep the tape waiting."""
+_FEW_ROWS = 4
+"""Up to so many rows, experts compute just these; beyond, padding to a tile of 8 costs less."""
 _VMEM_SHARE = 0.9
 """Part of VMEM that a plan may fill; the rest is the compiler's own scratch."""
 _MAX_BLOCK_BYTES = 4 * MIB
@@ -60,6 +62,7 @@ class Plan:
     keep_logits: bool
     tokens: int
     drafter: Drafter | None
+    penalties: bool = False
 
     @property
     def live_rows(self) -> int:
@@ -80,6 +83,11 @@ class Plan:
     def product_rows(self) -> int:
         """Rows that products compute: the live ones, or the fewest that the target allows."""
         return max(self.target.min_product_rows, self.live_rows)
+
+    @property
+    def wire_rows(self) -> int:
+        """Rows that travel between cores: the live ones, in a tile of as few sublanes as hold them."""
+        return 1 << (self.live_rows - 1).bit_length()
 
     @cached_property
     def head_group(self) -> int:
@@ -103,7 +111,7 @@ class Plan:
     @cached_property
     def sections(self) -> dict[str, tuple[Matrix, ...]]:
         """Matrices of each section of the tape."""
-        drafts = self.drafter.matrices() if self.drafter else ()
+        drafts = self.drafter.matrices(self.split) if self.drafter else ()
         return program.sections(self.split) | ({"draft": drafts} if drafts else {})
 
     @cached_property
@@ -167,10 +175,11 @@ class Plan:
 
     @cached_property
     def tape_parameters(self) -> int:
-        """Weights on the tapes of all cores, without padding; a drafter's are on every one."""
+        """Weights on the tapes of all cores, each counted once and without padding."""
         on_tape, specs = program.tape_tensors(self.split), tensor_specs(self.config)
         target = sum(math.prod(spec.shape) for name, spec in specs.items() if program.relative(name) in on_tape)
-        return target + sum(matrix.parameters for matrix in self.sections.get("draft", ()))
+        drafts = self.drafter.matrices(Split(self.config)) if self.drafter else ()
+        return target + sum(matrix.parameters for matrix in drafts)
 
     # ---- widths of buffers ----
 
@@ -209,17 +218,15 @@ class Plan:
 
     @cached_property
     def expert_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Rows and lanes of one expert's two pieces in the bank: gate and up side by side, then down."""
-        config = self.config
-        gate_up = 2 * round_up(self.split.expert_width, LANES)
-        down = round_up(config.routed_expert_hidden_size, LANES)
-        return (
-            (self._expert_rows(config.routed_expert_hidden_size), gate_up),
-            (self._expert_rows(self.split.expert_width), down),
-        )
+        """Rows and lanes of one expert's two pieces, see `megakernel.bank`."""
+        return bank.expert_shapes(self.split)
 
-    def _expert_rows(self, k: int) -> int:
-        return k if self.config.expert_format == "bf16" else round_up(sum(mxfp4_rows(k)), 8)
+    @property
+    def expert_rows(self) -> int:
+        """Rows of the experts' products: a few, or whole tiles, where every row's groups are summed apart."""
+        if self.config.expert_format == "bf16" or self.target.fp4_as == "float32":
+            return self.product_rows
+        return self.live_rows if self.live_rows <= _FEW_ROWS else round_up(self.live_rows, 8)
 
     @property
     def expert_bytes(self) -> int:
@@ -258,11 +265,6 @@ class Plan:
         return step_bytes(self)
 
 
-def mxfp4_rows(k: int) -> tuple[int, int]:
-    """32-bit rows of one expert matrix with k inputs: eight 4-bit codes a word, then four 8-bit scales a word."""
-    return k // 8, -(-(k // 32) // 4)
-
-
 def make_plan(
     config: ModelConfig,
     target: Target = CPU,
@@ -280,6 +282,7 @@ def make_plan(
     keep_logits: bool = False,
     drafter: Drafter | None = None,
     draft_tokens: int | None = None,
+    penalties: bool = False,
 ) -> Plan:
     """Chooses every static number of the kernel.
 
@@ -300,6 +303,7 @@ def make_plan(
       keep_logits: write the logits of every round to HBM (tests and teacher forcing).
       drafter: proposes tokens for the next round; None decodes one token a step.
       draft_tokens: tokens drafted and verified in a round, K; default: as many as the drafter makes and rows allow.
+      penalties: keep what penalties and logit bias need: two arrays of the vocabulary in VMEM for each sequence.
 
     Raises:
       PlanError: the request cannot be served; the message says which number is too large and which knob helps.
@@ -308,10 +312,12 @@ def make_plan(
     launch_steps = context if launch_steps is None else launch_steps
     if activations not in (None, *BYTES):
         raise PlanError(f"activations = {activations!r}; expected one of {', '.join(BYTES)}")
-    tokens = 1 + _draft_tokens(config, cores, sequences, drafter, draft_tokens)
+    tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
     _check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights
-    split = _choose_split(config, cores, expert_groups)
+    split = _choose_split(config, cores, expert_groups, sequences * tokens)
+    if drafter:
+        drafter.check_split(split, target)
     block_rows, block_lanes = block or _choose_block(split, BYTES[weights])
     if block_lanes % LANES or block_rows % LANES or min(block_rows, block_lanes) <= 0:
         raise PlanError(f"block = {block_rows}x{block_lanes}; rows and lanes must be positive multiples of {LANES}")
@@ -332,6 +338,7 @@ def make_plan(
         keep_logits=keep_logits,
         tokens=tokens,
         drafter=drafter,
+        penalties=penalties,
     )
     slots = expert_slots or max(1, int(target.vmem_bytes * _EXPERT_SHARE) // plan.expert_bytes)
     plan = dataclasses.replace(plan, expert_slots=min(slots, plan.max_distinct_experts))
@@ -352,14 +359,12 @@ def _check_counters(plan: Plan) -> None:
         )
 
 
-def _draft_tokens(config: ModelConfig, cores: int, sequences: int, drafter: Drafter | None, asked: int | None) -> int:
+def _draft_tokens(config: ModelConfig, sequences: int, drafter: Drafter | None, asked: int | None) -> int:
     if drafter is None:
         if asked:
             raise PlanError(f"draft_tokens = {asked} without a drafter; choose one")
         return 0
     drafter.check(config)
-    if cores > 1 and drafter.matrices():
-        raise PlanError(f"drafter {drafter.name!r} is not divided over cores and {cores} were asked for; use 'ngram'")
     if asked is None:
         return max(1, min(drafter.max_drafts, MAX_ROWS // sequences - 1))
     if not 1 <= asked <= drafter.max_drafts:
@@ -374,7 +379,7 @@ def _deepest_ring(plan: Plan) -> int:
     return max(2, min(_DEEPEST_RING, free // plan.block_bytes))
 
 
-def _choose_split(config: ModelConfig, cores: int, expert_groups: int | None) -> Split:
+def _choose_split(config: ModelConfig, cores: int, expert_groups: int | None, rows: int) -> Split:
     if isinstance(cores, bool) or not isinstance(cores, int) or cores < 1:
         raise PlanError(f"cores = {cores!r}; expected a positive integer")
     choices = split_choices(config, cores)
@@ -388,7 +393,11 @@ def _choose_split(config: ModelConfig, cores: int, expert_groups: int | None) ->
         )
     if cores > 1 and config.hidden_size % LANES:
         raise PlanError(f"hidden_size = {config.hidden_size} is no multiple of {LANES}: {cores} cores cannot share it")
-    return min(choices, key=lambda split: split.expected_load(1))
+    return min(choices, key=lambda split: split.expected_load(rows) * split.expert_parts * _expert_words(split))
+
+
+def _expert_words(split: Split) -> int:
+    return sum(math.prod(shape) for shape in bank.expert_shapes(split))
 
 
 def _choose_block(split: Split, item_bytes: int) -> tuple[int, int]:

@@ -34,6 +34,7 @@ class Column:
       tensor: name of the tensor, relative to its layer.
       part: which rows of the tensor, see `megakernel.pack`.
       lanes: that the columns take; 0: whole tiles.
+      shared_by: neighbouring cores that hold the same rows.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Column:
     tensor: str
     part: Part = "all"
     lanes: int = 0
+    shared_by: int = 1
 
     @property
     def padded(self) -> int:
@@ -56,6 +58,7 @@ class Matrix:
     Attributes:
       own_inputs: the inputs are this core's part of a vector and the outputs partial sums over cores; otherwise the
         inputs are whole and the columns this core's own.
+      output: matrices that name the same one share an output buffer; "": one of its own.
     """
 
     name: str
@@ -63,6 +66,11 @@ class Matrix:
     columns: tuple[Column, ...]
     groups: int = 1
     own_inputs: bool = False
+    output: str = ""
+
+    @property
+    def output_buffer(self) -> str:
+        return f"out_{self.output or self.name}"
 
     @cached_property
     def n(self) -> int:

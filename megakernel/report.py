@@ -125,10 +125,8 @@ def even_weight_bytes(plan: Plan) -> float:
 
 
 def _fill(plan: Plan) -> float:
-    """Share of the tapes of all cores that holds weights; a drafter's are on every one."""
-    drafts = sum(matrix.parameters for matrix in plan.sections.get("draft", ()))
-    own = (plan.tape_parameters - drafts) / plan.split.cores + drafts
-    return own / (plan.tape_blocks * plan.block_rows * plan.block_lanes)
+    """Share of the tapes of all cores that holds weights."""
+    return plan.tape_parameters / (plan.split.cores * plan.tape_blocks * plan.block_rows * plan.block_lanes)
 
 
 def _memory(plan: Plan) -> Iterator[str]:

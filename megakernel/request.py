@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import secrets
 from collections.abc import Iterable, Sequence
@@ -51,6 +52,8 @@ def make_jobs(
     if not _is_int(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens = {max_new_tokens!r}; expected an integer, 1 or more")
     samplings = _one_each(many, SamplingParams() if sampling is None else sampling, "sampling", SamplingParams)
+    for params in samplings:
+        _check_bias(model, params)
     given = _draw_seeds(many) if seed is None else _plain_ints(seed)
     seeds = [_check_seed(value) for value in _one_each(many, given, "seed", int)]
     return [
@@ -126,6 +129,13 @@ def _check_token(model: LoadedModel, token: object, where: str) -> None:
         raise TypeError(f"{where} holds {token!r}; expected token ids (integers)")
     if not 0 <= token < vocab:  # type: ignore[operator]
         raise ValueError(f"{where} holds token id {token}; expected 0 to {vocab - 1}")
+
+
+def _check_bias(model: LoadedModel, params: SamplingParams) -> None:
+    for token in params.logit_bias:
+        _check_token(model, token, "logit_bias")
+    if sum(value == -math.inf for value in params.logit_bias.values()) >= model.config.vocab_size:
+        raise ValueError(f"logit_bias forbids all {model.config.vocab_size} tokens of {model.config.name}; allow one")
 
 
 def _draw_seeds(prompts: Sequence[Prompt]) -> list[int]:

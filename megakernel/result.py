@@ -72,7 +72,7 @@ class Generation:
       text: new text; ends before a stop string or stop token. Empty without a tokenizer.
       tokens: new tokens; the last one is the stop token if there was one.
       finish_reason: "stop" (end of sequence, stop token or stop string) or "length".
-      logprobs: log-probability of each new token under the model, before temperature and filters; None if not asked.
+      logprobs: log-probability of each new token under the model, of the raw logits; None if not asked.
       prompt_tokens: the prompt as the model saw it.
       seed: with it, the same prompt and sampling give the same tokens again, in any batch.
       speculation: how drafting went; None without a drafter.
@@ -98,6 +98,7 @@ class Piece:
     Attributes:
       index: of the prompt.
       finish_reason: set on the last piece of a sequence.
+      generation: the whole sequence, with timing up to this piece, seed and statistics; on its last piece only.
     """
 
     index: int
@@ -105,6 +106,7 @@ class Piece:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] | None
     finish_reason: FinishReason | None
+    generation: Generation | None = None
 
     def __str__(self) -> str:
         return self.text

@@ -39,8 +39,8 @@ from megakernel.memory import (
     TOKEN,
     WANTED,
 )
-from megakernel.phases import sample
-from megakernel.stream import Scalar, quotient
+from megakernel.phases import penalty, sample
+from megakernel.stream import Scalar, bring, quotient
 
 ALL_FINITE = 1 << 20
 """More than any layer's number."""
@@ -64,6 +64,8 @@ def begin(step: Step) -> Scalar:
     for row in range(plan.live_rows):
         refs.window[row] = jnp.int32(0)
         refs.drafts[row] = jnp.int32(0)
+    if plan.penalties:
+        bring(refs.known_counts, refs.token_counts, refs.counts_done)
     return alive
 
 
@@ -131,7 +133,12 @@ def _choose(step: Step, row: Scalar, sequence: Scalar, token: Scalar, infinite: 
 
     sampling = sample.RowSampling.of(refs.sampling_floats, refs.sampling_ints, sequence)
     position = refs.current[POSITION, sequence] + token + 1
-    chosen = sample.choose_token(logits, scratch, sampling, position)
+    adjusted = logits
+    if plan.penalties:
+        penalty.count_drafts(plan, refs, sequence, token, penalty.ONE_OUTPUT)
+        adjusted = penalty.adjust(refs, sequence)
+        penalty.count_drafts(plan, refs, sequence, token, -penalty.ONE_OUTPUT)
+    chosen = sample.choose_token(adjusted, scratch, sampling, position)
     following = refs.status[sequence, TAKEN] + token + 1
     given = refs.tokens[sequence, jnp.minimum(following, plan.launch_steps - 1)]
     chosen = jnp.where(following < refs.request[sequence, GIVEN], given, chosen)
@@ -166,6 +173,8 @@ def _accept_sequence(step: Step, sequence: Scalar, bad_layer: Scalar) -> Scalar:
             agrees = (t + 1 < count) & (refs.window[row + plan.sequences] == token)
             going = going * (agrees & (reason == RUNNING)).astype(jnp.int32)
 
+    if plan.penalties:
+        penalty.settle_counts(plan, refs, sequence, emitted)
     broken = (count > 0) & (bad_layer < ALL_FINITE)
     reason = jnp.where(broken, BROKEN, reason)
     goes_on = ((count > 0) & (reason == RUNNING)).astype(jnp.int32)

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from megakernel import memory
 from megakernel.backends import Backend
 from megakernel.loading import LoadedModel
-from megakernel.mesh import core_mesh, divided, on_mesh
-from megakernel.pack import pack
-from megakernel.phases import sample
+from megakernel.mesh import core_mesh, divided, fetched, on_mesh, replicated
+from megakernel.pack import pack, pack_drafter
+from megakernel.phases import penalty, sample
 from megakernel.plan import Plan
 from megakernel.prefill import prefill_slot
 from megakernel.result import NumericsError, Speculation
@@ -32,8 +32,9 @@ class SlotRequest:
     Attributes:
       given: tokens to run before the first new one is kept; at least one.
       position: of the first given token.
-      known: every token of the sequence so far, the given ones included (drafters look at it).
+      known: every token of the sequence so far, the given ones included (drafters and penalties look at it).
       wanted: most new tokens.
+      output: how many of the last `known` tokens are new ones of earlier launches; those before are the prompt.
     """
 
     given: Sequence[int]
@@ -42,6 +43,7 @@ class SlotRequest:
     wanted: int
     sampling: SamplingParams
     seed: int
+    output: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +98,11 @@ class Session:
         """
         for request in requests:
             _check_fits(self.plan, request)
-        arrays = _request_arrays(self.plan, requests, self.stop_tokens)
+        arrays = replicated(self.plan, self.mesh, _request_arrays(self.plan, requests, self.stop_tokens))
         run = self._compiled(arrays)
         started = time.perf_counter()
-        results, self.caches = run(self.weights, self.caches, arrays)
-        found = {name: np.asarray(value) for name, value in results.items()}
+        self.device_results, self.caches = run(self.weights, self.caches, arrays)
+        found = fetched(self.device_results)
         self.decode_seconds += time.perf_counter() - started
         self.launches += 1
         self.steps += int(found["status"][:, memory.TAKEN].max())
@@ -156,6 +158,8 @@ _NO_DRAFTS: Mapping[str, np.ndarray] = {}
 def _check_fits(plan: Plan, request: SlotRequest | None) -> None:
     if request is None:
         return
+    if request.sampling.adjusts_logits and not plan.penalties:
+        raise ValueError(f"{request.sampling} needs a plan with penalties=True")
     tokens = len(request.given) - 1 + request.wanted
     if not request.given or tokens > plan.launch_steps or request.position + tokens > plan.context:
         raise ValueError(
@@ -170,23 +174,32 @@ def _packed_weights(
     key = ("packed", plan.split, plan.block_rows, plan.block_lanes, plan.storage, plan.drafter)
     packed_from, arrays = model.derived.get(key, (None, {}))
     if packed_from is not drafts:  # the same kind of drafter with other weights
-        arrays = divided(plan, mesh, lambda core: pack(plan, model.weights, drafts, core=core))
+        arrays = divided(plan, mesh, lambda core: _core_weights(model, plan, drafts, core))
         model.derived[key] = (drafts, arrays)
     return arrays
 
 
+def _core_weights(model: LoadedModel, plan: Plan, drafts: Mapping[str, np.ndarray], core: int) -> dict[str, np.ndarray]:
+    if model.container is None:
+        return pack(plan, model.weights, drafts, core=core)
+    packed = model.container.core_arrays(plan, core)
+    return pack_drafter(plan, packed, model.weights, drafts, core=core) if plan.drafter else packed
+
+
 def _request_arrays(
     plan: Plan, requests: Sequence[SlotRequest | None], stop_tokens: Sequence[int]
-) -> dict[str, jax.Array]:
+) -> dict[str, np.ndarray]:
     arrays = {name: np.zeros(b.shape, b.dtype) for name, b in memory.request_buffers(plan).items()}
     arrays["stop_tokens"][:] = -1
     arrays["stop_tokens"][: len(stop_tokens)] = stop_tokens
-    arrays["sampling_floats"][:, sample.TOP_P] = 1.0
+    arrays["sampling_floats"][:, [sample.TOP_P, penalty.REPETITION]] = 1.0
     for slot, request in enumerate(requests):
         if request is None:
             continue
         if plan.drafter:
             plan.drafter.fill_request(plan, slot, list(request.known), arrays)
+        if plan.penalties:
+            _fill_penalties(slot, request, arrays)
         arrays["tokens"][slot, : len(request.given)] = request.given
         lanes = arrays["request"][slot]
         lanes[memory.START], lanes[memory.GIVEN], lanes[memory.WANTED] = (
@@ -200,7 +213,19 @@ def _request_arrays(
         ints[sample.TOP_K] = request.sampling.top_k
         seed = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32], np.uint32).view(np.int32)
         ints[sample.SEED_LOW], ints[sample.SEED_HIGH] = seed
-    return {name: jnp.asarray(array) for name, array in arrays.items()}
+    return arrays
+
+
+def _fill_penalties(slot: int, request: SlotRequest, arrays: Mapping[str, np.ndarray]) -> None:
+    """Bias and counts by vocabulary entry, see `megakernel.phases.penalty`."""
+    asked, floats = request.sampling, arrays["sampling_floats"][slot]
+    floats[penalty.REPETITION] = asked.repetition_penalty
+    floats[penalty.PRESENCE], floats[penalty.FREQUENCY] = asked.presence_penalty, asked.frequency_penalty
+    bias, counts = (arrays[name][slot].reshape(-1) for name in ("logit_bias", "known_counts"))
+    bias[list(asked.logit_bias)] = list(asked.logit_bias.values())
+    prompt = len(request.known) - request.output
+    counts[list(request.known[:prompt])] = penalty.IN_PROMPT
+    np.add.at(counts, list(request.known[prompt:]), penalty.ONE_OUTPUT)
 
 
 def _blame(model: LoadedModel, layer: int) -> str:
@@ -211,6 +236,8 @@ def _blame(model: LoadedModel, layer: int) -> str:
     else:
         prefix, where = "", "the final norm or the LM head"
     message = f"NaN or infinity in {where} of {config.name}"
+    if model.container is not None:
+        return f"{message}; look for damage: python -m megakernel check {model.container.folder}"
     names = [*(name for name in model.weights if name.startswith(prefix)), "model.embed_tokens.weight"]
     try:
         if isinstance(model.weights, Checkpoint):

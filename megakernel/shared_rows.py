@@ -71,25 +71,25 @@ def _tell_everyone(step: Step) -> None:
     exchange = step.cores.exchange
     rows = range(plan.live_rows)
     found = [
-        column([refs.row_tokens[row] for row in rows], plan.rows).astype(jnp.float32),  # below 2 ** 24: exact
-        column([refs.row_logprobs[row] for row in rows], plan.rows),
-        jnp.full((plan.rows, 1), refs.bad_layer[0], jnp.int32).astype(jnp.float32),
+        column([refs.row_tokens[row] for row in rows], plan.wire_rows).astype(jnp.float32),  # below 2 ** 24: exact
+        column([refs.row_logprobs[row] for row in rows], plan.wire_rows),
+        jnp.full((plan.wire_rows, 1), refs.bad_layer[0], jnp.int32).astype(jnp.float32),
     ]
     exchange.start_gather(statistics(*found))
     (pieces,) = exchange.finish()
     for row in rows:
-        piece = pieces[row % plan.split.cores, :, :LANES].astype(jnp.float32)  # [rows, LANES]
-        token, logprob = (_scalar(statistic(piece, number), row) for number in (0, 1))
+        piece = pieces[row % plan.split.cores, :, :LANES].astype(jnp.float32)  # [wire rows, LANES]
+        token, logprob = (scalar_of(statistic(piece, number), row) for number in (0, 1))
         refs.row_tokens[row] = token.astype(jnp.int32)
         refs.row_logprobs[row] = logprob
     worst = refs.bad_layer[0]
     for core in range(min(plan.split.cores, plan.live_rows)):
-        bad = _scalar(statistic(pieces[core, :, :LANES].astype(jnp.float32), 2), 0)
+        bad = scalar_of(statistic(pieces[core, :, :LANES].astype(jnp.float32), 2), 0)
         worst = jnp.minimum(worst, bad.astype(jnp.int32))
     refs.bad_layer[0] = worst
 
 
-def _scalar(values: jax.Array, row: int) -> Scalar:
+def scalar_of(values: jax.Array, row: int) -> Scalar:
     """One entry of a column.  # [rows, 1] f32 -> [] f32"""
     at = lax.broadcasted_iota(jnp.int32, values.shape, 0)
     return jnp.sum(jnp.where(at == row, values, 0.0))

@@ -51,12 +51,12 @@ class Split:
 
     @property
     def dense_width(self) -> int:
-        return self._share(self.config.intermediate_size)
+        return self.share(self.config.intermediate_size)
 
     @property
     def shared_width(self) -> int:
         """Width of the shared experts' part."""
-        return self._share(self.config.shared_intermediate_size)
+        return self.share(self.config.shared_intermediate_size)
 
     @property
     def expert_width(self) -> int:
@@ -130,13 +130,13 @@ class Split:
         draws = np.random.default_rng(0).multivariate_hypergeometric(sizes, distinct, size=4000)
         return float(draws.max(axis=1).mean()) / self.expert_parts
 
-    def _share(self, width: int) -> int:
+    def share(self, width: int) -> int:
+        """Of the width of a feed-forward network."""
         return width if self.cores == 1 else round_up(-(-width // self.cores), 16)
 
 
 def split_choices(config: ModelConfig, cores: int) -> list[Split]:
     """Every way to divide the experts of `config` over `cores`: parts keep MXFP4 groups of 32 whole."""
-    groups = [
-        g for g in range(1, cores + 1) if cores % g == 0 and config.moe_intermediate_size % (32 * cores // g) == 0
-    ]
+    width = config.moe_intermediate_size
+    groups = [g for g in range(1, cores + 1) if cores % g == 0 and (g == cores or width % (32 * cores // g) == 0)]
     return [Split(config, cores, g) for g in groups]

@@ -31,6 +31,13 @@ def tile_start(value: Scalar) -> Scalar:
     return pl.multiple_of(quotient(value, POSITION_GROUP) * POSITION_GROUP, POSITION_GROUP)
 
 
+def bring(hbm: Ref, window: Ref, done: Ref) -> None:
+    """Copies a whole array, and waits for it."""
+    copy = pltpu.make_async_copy(hbm, window, done.at[0])
+    copy.start()
+    copy.wait()
+
+
 class Tape:
     """The trunk's weights, in the order of use, through a ring of VMEM slots.
 

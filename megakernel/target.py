@@ -9,6 +9,7 @@ import dataclasses
 from typing import Literal
 
 Number = Literal["float32", "bfloat16"]
+Fp4Form = Literal["float32", "float8_e4m3b11fnuz", "float8_e4m3fn"]
 MIB = 1 << 20
 
 
@@ -26,6 +27,7 @@ class Target:
       min_row_tile: rows of the tile that everything but products computes on, at least.
       min_product_rows: fewest rows of a product; from there on a row's result does not depend on how many there are.
       multiplies_float32: whether the matrix unit takes float32; if not, float32 activations go through it in pieces.
+      fp4_as: number format in which 4-bit weights are multiplied.
       lane_aligned: whether array slices must begin at multiples of 128 lanes.
     """
 
@@ -40,10 +42,11 @@ class Target:
     min_row_tile: int
     min_product_rows: int
     multiplies_float32: bool
+    fp4_as: Fp4Form
     lane_aligned: bool
 
 
-def _tpu(name: str, topology: str, vmem_mib: int, hbm_gb: float, hbm_gb_per_s: float) -> Target:
+def _tpu(name: str, topology: str, vmem_mib: int, hbm_gb: float, hbm_gb_per_s: float, fp4_as: Fp4Form) -> Target:
     return Target(
         name=name,
         topology=topology,
@@ -53,9 +56,10 @@ def _tpu(name: str, topology: str, vmem_mib: int, hbm_gb: float, hbm_gb_per_s: f
         hbm_bytes_per_s=hbm_gb_per_s * 1e9,
         activations="bfloat16",
         weights="bfloat16",
-        min_row_tile=16,
-        min_product_rows=16,
+        min_row_tile=8,
+        min_product_rows=8,
         multiplies_float32=False,
+        fp4_as=fp4_as,
         lane_aligned=True,
     )
 
@@ -76,6 +80,7 @@ CPU = Target(
     min_row_tile=16,
     min_product_rows=2,
     multiplies_float32=True,
+    fp4_as="float32",
     lane_aligned=False,
 )
 
@@ -83,10 +88,10 @@ TARGETS = {
     target.name: target
     for target in (
         CPU,
-        _tpu("v5e", "v5e:1x1", vmem_mib=128, hbm_gb=17.2, hbm_gb_per_s=820),
-        _tpu("v5p", "v5p:1x1x1", vmem_mib=64, hbm_gb=51.5, hbm_gb_per_s=1230),
-        _tpu("v6e", "v6e:1x1", vmem_mib=128, hbm_gb=34.4, hbm_gb_per_s=1640),
-        _tpu("v7x", "tpu7x:1x1x1", vmem_mib=64, hbm_gb=103, hbm_gb_per_s=3700),
+        _tpu("v5e", "v5e:1x1", vmem_mib=128, hbm_gb=17.2, hbm_gb_per_s=820, fp4_as="float8_e4m3b11fnuz"),
+        _tpu("v5p", "v5p:1x1x1", vmem_mib=64, hbm_gb=51.5, hbm_gb_per_s=1230, fp4_as="float8_e4m3b11fnuz"),
+        _tpu("v6e", "v6e:1x1", vmem_mib=128, hbm_gb=34.4, hbm_gb_per_s=1640, fp4_as="float8_e4m3b11fnuz"),
+        _tpu("v7x", "tpu7x:1x1x1", vmem_mib=64, hbm_gb=103, hbm_gb_per_s=3700, fp4_as="float8_e4m3fn"),
     )
 }
 

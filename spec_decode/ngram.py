@@ -18,6 +18,8 @@ from megakernel.layers import Step
 from megakernel.memory import COMMIT, DRAFTS, POSITION, Buffer
 from megakernel.plan import Plan
 from megakernel.program import LANES, Matrix, round_up
+from megakernel.split import Split
+from megakernel.target import Target
 from model.config import ModelConfig
 
 _LENGTHS = 3
@@ -37,8 +39,14 @@ class NGramDrafter:
     def check(self, config: ModelConfig) -> None:
         """Fits every model."""
 
-    def matrices(self) -> tuple[Matrix, ...]:
+    def check_split(self, split: Split, target: Target) -> None:
+        """Runs everywhere: every core looks up the same."""
+
+    def matrices(self, split: Split) -> tuple[Matrix, ...]:
         return ()
+
+    def exchange_lanes(self, split: Split) -> int:
+        return 0
 
     def vmem(self, plan: Plan) -> dict[str, Buffer]:
         return {"ngram_history": _history(plan)}
@@ -61,7 +69,7 @@ class NGramDrafter:
     def semaphores(self, plan: Plan) -> dict[str, int]:
         return {}
 
-    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
+    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
         """Has no weights."""
 
     def begin(self, step: Step) -> None:

@@ -100,7 +100,8 @@ def open_session(
         keep_logits=True,
         **knobs,
     )
-    backend = Backend(f"simulate {simulate}", machine, simulator(simulate)) if simulate else interpreted(machine.name)
+    simulated = many_core_simulator if plan.split.cores > 1 else simulator
+    backend = Backend(f"simulate {simulate}", machine, simulated(simulate)) if simulate else interpreted(machine.name)
     return Session(model, plan, backend, stop)
 
 

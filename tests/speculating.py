@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from launching import many_core_simulator
 
 from megakernel.backends import Backend, simulator
 from megakernel.layers import Step
@@ -18,7 +19,8 @@ from megakernel.memory import DRAFTS, POSITION, Buffer
 from megakernel.plan import Plan, make_plan
 from megakernel.program import LANES, Matrix, round_up
 from megakernel.session import Session, SlotRequest, SlotResult
-from megakernel.target import find_target
+from megakernel.split import Split
+from megakernel.target import Target, find_target
 from model.config import ModelConfig
 from model.sampling import SamplingParams
 
@@ -52,8 +54,14 @@ class Scripted:
     def check(self, config: ModelConfig) -> None:
         """Fits every model."""
 
-    def matrices(self) -> tuple[Matrix, ...]:
+    def check_split(self, split: Split, target: Target) -> None:
+        """Runs everywhere: every core does as it is told."""
+
+    def matrices(self, split: Split) -> tuple[Matrix, ...]:
         return ()
+
+    def exchange_lanes(self, split: Split) -> int:
+        return 0
 
     def vmem(self, plan: Plan) -> dict[str, Buffer]:
         return {}
@@ -77,7 +85,7 @@ class Scripted:
     def semaphores(self, plan: Plan) -> dict[str, int]:
         return {}
 
-    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
+    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
         """Has no weights."""
 
     def begin(self, step: Step) -> None:
@@ -131,7 +139,8 @@ def open_session(
     sizes = {"context": 128, "launch_steps": 128, "keep_logits": True} | knobs
     plan = make_plan(model.config, machine, sequences=sequences, drafter=drafter, draft_tokens=drafts, **sizes)
     name = f"{machine.name} {simulate or 'interpret'}"
-    backend = Backend(name, machine, simulator(simulate) if simulate else True)
+    simulated = many_core_simulator if plan.split.cores > 1 else simulator
+    backend = Backend(name, machine, simulated(simulate) if simulate else True)
     return Session(model, plan, backend, stop, draft_weights)
 
 

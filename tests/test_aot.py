@@ -39,6 +39,19 @@ def test_k3_nano_compiles_for_one_core(
     assert used <= 0.9 * plan.target.vmem_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("penalties", [False, True])
+def test_a_vocabulary_of_real_size_compiles(penalties: bool) -> None:
+    """163,840 tokens: a value of that size would be spilled whole, and once was."""
+    plan = make_plan(
+        ModelConfig.preset("kimi-linear-48b"), find_target("v7x"), context=1024, expert_slots=1, penalties=penalties
+    )
+    report = compile_for(plan, schedule=True)
+    assert report.schedule is not None
+    (draw,) = (loop for _, loop in report.schedule.walk() if loop.name == "draw (if sampled)")
+    assert max(loop.spills for _, loop in draw.walk()) < 100
+
+
 def on_machine(model: str, machine: str, cores: int | None = None, **knobs: int) -> Plan:
     target, found = find_machine(machine, cores)
     return make_plan(ModelConfig.preset(model), target, cores=found, launch_steps=256, **knobs)

@@ -87,6 +87,27 @@ def test_streamed_pieces_make_up_the_text(nano: LoadedModel) -> None:
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_the_last_piece_of_a_sequence_carries_its_generation(mini: LoadedModel, backend: str) -> None:
+    """Also of one that ends before its neighbours, and with the seed that was drawn for it."""
+    prompts, warm = [[3, 5], [9], [4, 4, 4]], SamplingParams(temperature=1.0)
+    whole = decode(mini, prompts, max_new_tokens=20, sampling=warm, seed=7)
+    stop = whole[1].tokens[2]  # type: ignore[index]
+    how: dict[str, Any] = {"max_new_tokens": 20, "sampling": warm, "stop": stop, "backend": backend}
+    pieces = list(decode(mini, prompts, stream=True, seed=7, **how))
+    carried = {piece.index: piece.generation for piece in pieces if piece.generation}
+    assert sorted(carried) == [0, 1, 2]
+    assert all((piece.generation is None) == (piece.finish_reason is None) for piece in pieces)
+    for index, expected in enumerate(decode(mini, prompts, seed=7, **how)):
+        found = carried[index]
+        assert (found.tokens, found.finish_reason, found.seed) == (expected.tokens, expected.finish_reason, 7)
+        assert found.timing.decode > 0
+        assert found.timing.tokens >= len(found.tokens)
+    *_, last = decode(mini, prompts[0], stream=True, **how)
+    again = decode(mini, prompts[0], seed=last.generation.seed, **how)  # type: ignore[union-attr]
+    assert again.tokens == last.generation.tokens  # type: ignore[union-attr]
+
+
 def test_a_stop_string_ends_the_text_before_it(nano: LoadedModel) -> None:
     whole = decode(nano, "The Congress of", max_new_tokens=40).text
     stop = whole[20:27]

@@ -44,7 +44,7 @@ from safetensors.numpy import load_file
 
 import megakernel.kernel
 from megakernel import LoadedModel, NumericsError, layers, load
-from megakernel.phases import experts, ffn, kda, mla, route, sample
+from megakernel.phases import experts, ffn, kda, mla, mxfp4, route, sample
 from megakernel.session import Session
 from model.config import ModelConfig
 from model.reference import Cache, forward, init_cache, jit_step, load_model, random_weights, step
@@ -418,7 +418,7 @@ REPLACEMENTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     ),
     "start_experts": (route, "start_experts", zeros_like_result),
     "run_experts": (experts, "run_experts", always(experts_give_nothing)),
-    "decode_mxfp4": (experts, "decode_mxfp4", zeros_like_result),
+    "decode_mxfp4": (mxfp4, "decode_mxfp4", zeros_like_result),
     "load_logits": (sample, "load_logits", always(zeros_are_loaded)),
     "choose_token": (sample, "choose_token", zeros_like_result),
     "log_probability": (sample, "log_probability", zeros_like_result),

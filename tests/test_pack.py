@@ -15,9 +15,10 @@ import pytest
 from launching import DATA
 
 from megakernel import Plan, find_target, make_plan
+from megakernel.bank import down_scales
 from megakernel.memory import weight_buffers
 from megakernel.pack import pack
-from megakernel.phases.experts import decode_mxfp4 as decode_in_kernel
+from megakernel.phases.mxfp4 import decode_mxfp4 as decode_in_kernel
 from megakernel.program import Column, Matrix
 from megakernel.timeline import tape_sections
 from model.config import ModelConfig
@@ -268,41 +269,48 @@ def test_vectors_come_back_from_the_tables(name: str, cores: int, groups: int | 
         np.testing.assert_array_equal(row(layer, "out_norm", width), out_norm)
 
 
+BANKS = ("bank_in", "bank_out")
+
+
+def expert_matrices(plan: Plan, both: np.ndarray, down: np.ndarray) -> dict[str, np.ndarray]:
+    """One core's part of the three matrices of one expert, [k, out], decoded as the kernel decodes them."""
+    config = plan.config
+    latent, inner = config.routed_expert_hidden_size, plan.split.expert_width
+    if config.expert_format == "bf16":
+        gate_up, w2 = (array.view(ml_dtypes.bfloat16).astype(np.float32) for array in (both, down))
+    else:
+        codes, scales = latent // 8, -(-latent // 128)
+        gate_up = np.asarray(decode_in_kernel(both[:codes], both[codes : codes + scales]))
+        below = np.concatenate([both[rows, lanes] for rows, lanes in down_scales(plan.split)], axis=1)
+        w2 = np.asarray(decode_in_kernel(down[: inner // 8], below))
+    return {"w1": gate_up[:, :inner], "w3": gate_up[:, inner : 2 * inner], "w2": w2[:, :latent]}
+
+
 @pytest.mark.parametrize(("name", "cores", "groups"), [*((name, 1, None) for name in MODELS), *DIVISIONS])
 def test_experts_come_back_from_the_banks(name: str, cores: int, groups: int | None) -> None:
     """Every expert of every layer, decoded as the kernel decodes it, from the cores that hold its parts."""
     config, weights = MODELS[name], weights_of(name)
     plan, packed = packed_cores(name, cores, groups)
     split = plan.split
-    latent, inner = config.routed_expert_hidden_size, split.expert_width
-    lanes = -(-inner // 128) * 128
-
-    def decoded(bank: np.ndarray, k: int) -> np.ndarray:
-        if config.expert_format == "bf16":
-            return bank.view(ml_dtypes.bfloat16)[:k].astype(np.float32)
-        return np.asarray(decode_in_kernel(bank, k))
-
     moe_layers = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)]
     for (i, layer), expert in itertools.product(enumerate(moe_layers), range(config.num_experts)):
         group, place = divmod(expert, split.experts)
         owners = range(group * split.expert_parts, (group + 1) * split.expert_parts)
         entry = i * split.experts + place
-        both = [packed[core]["bank_in"][entry] for core in owners]
-        down = [packed[core]["bank_out"][entry] for core in owners]
+        parts = [expert_matrices(plan, *(packed[core][name][entry] for name in BANKS)) for core in owners]
         found = {
-            "w1": np.concatenate([decoded(part[:, :lanes], latent)[:, :inner] for part in both], axis=1),
-            "w3": np.concatenate([decoded(part[:, lanes:], latent)[:, :inner] for part in both], axis=1),
-            "w2": np.concatenate([decoded(part, inner)[:, :latent] for part in down], axis=0),
+            matrix: np.concatenate([part[matrix] for part in parts], axis=0 if matrix == "w2" else 1)
+            for matrix in ("w1", "w3", "w2")
         }
-        for matrix, bank in found.items():
+        for matrix, dense in found.items():
             stem = expert_name(layer, expert, matrix)  # type: ignore[arg-type]
             if config.expert_format == "bf16":
                 whole = weights[f"{stem}.weight"]
             else:
                 whole = decode_mxfp4(weights[f"{stem}.weight_packed"], weights[f"{stem}.weight_scale"])
-            np.testing.assert_array_equal(bank, np.asarray(whole, np.float32).T)
+            np.testing.assert_array_equal(dense, np.asarray(whole, np.float32).T)
     entries = len(moe_layers) * split.experts
-    assert all(len(arrays[bank]) == entries for arrays in packed for bank in ("bank_in", "bank_out"))
+    assert all(len(arrays[bank]) == entries for arrays in packed for bank in BANKS)
 
 
 @pytest.mark.parametrize(("name", "cores", "groups"), [*((name, 1, None) for name in MODELS), *DIVISIONS])

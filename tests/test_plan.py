@@ -157,14 +157,31 @@ def test_the_ring_is_as_deep_as_memory_allows() -> None:
     whole = make_plan(NANO, find_target("v7x"), context=256)
     assert whole.tape_is_resident
     assert whole.ring_depth == whole.tape_blocks
-    used = sum(whole.vmem_map.values()) - whole.ring_depth * whole.block_bytes
-    for blocks in (2, 5, 8):
-        small = dataclasses.replace(whole.target, vmem_bytes=math.ceil((used + blocks * whole.block_bytes) / 0.9) + 9)
-        plan = make_plan(NANO, small, context=256)
+    for blocks in (2, 5, 8, 30):
+        plan = with_room_for(blocks)
         assert not plan.tape_is_resident
         assert plan.ring_depth == blocks
-    small = dataclasses.replace(whole.target, vmem_bytes=math.ceil((used + 30 * whole.block_bytes) / 0.9))
-    assert make_plan(NANO, small, context=256).ring_depth == 8  # enough to hide latency
+    deepest = with_room_for(100, block=(128, 128))
+    assert deepest.tape_blocks > 100
+    assert deepest.ring_depth == 64  # enough to hide latency
+
+
+def with_room_for(blocks: int, **knobs: Any) -> Plan:
+    """k3-nano on a machine whose VMEM holds so many blocks beside everything else."""
+    request: dict[str, Any] = {"context": 256, "expert_slots": 4, **knobs}
+    least = make_plan(NANO, find_target("v7x"), **request, ring_depth=2)
+    needed = sum(least.vmem_map.values()) + (blocks - 2) * least.block_bytes
+    return make_plan(NANO, dataclasses.replace(least.target, vmem_bytes=math.ceil(needed / 0.9) + 9), **request)
+
+
+def test_experts_take_at_most_a_quarter_of_vmem() -> None:
+    config = dataclasses.replace(NANO, moe_intermediate_size=1024)
+    request: dict[str, Any] = {"context": 256, "sequences": 16, "ring_depth": 2}
+    one = make_plan(config, **request, expert_slots=1)
+    assert one.max_distinct_experts == 32
+    for slots in (16, 31, 40):
+        small = dataclasses.replace(CPU, vmem_bytes=4 * slots * one.expert_bytes + 9)
+        assert make_plan(config, small, **request).expert_slots == min(slots, 32)
 
 
 def test_the_block_shape_wastes_least() -> None:

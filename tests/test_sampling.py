@@ -203,7 +203,7 @@ def test_a_single_kept_token_is_drawn_whatever_the_noise() -> None:
         return noise.gumbel(jnp.full(entry.shape, 0xFFFFFFFF, jnp.uint32))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phase, "_noise", lowest_noise)
+        patch.setattr(phase, "noise", lowest_noise)
         drawn = kernel_tokens(logits, SamplingParams(1.0, top_k=1), ALL_SEEDS, ALL_POSITIONS, build_kernel)
     assert set(drawn) == {199}
 
@@ -219,7 +219,7 @@ def test_small_temperatures_are_greedy_and_large_ones_uniform() -> None:
 # ---- classic mistakes ----
 
 Mistake = Callable[[pytest.MonkeyPatch], None]
-_filter, _noise, load_logits = phase._filter, phase._noise, phase.load_logits
+_filter, _noise, load_logits = phase._filter, phase.noise, phase.load_logits
 
 
 def filtered(change: Callable[[phase.Scratch, jax.Array, phase.RowSampling], None]) -> Mistake:
@@ -227,7 +227,7 @@ def filtered(change: Callable[[phase.Scratch, jax.Array, phase.RowSampling], Non
 
 
 def noisy(change: Callable[..., Any]) -> Mistake:
-    return lambda patch: patch.setattr(phase, "_noise", change)
+    return lambda patch: patch.setattr(phase, "noise", change)
 
 
 def top_p_first(scratch: phase.Scratch, best: jax.Array, asked: phase.RowSampling) -> None:

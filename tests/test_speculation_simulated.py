@@ -29,22 +29,39 @@ ASKS = [Ask([5, 6, 7, 8, 5, 6, 7], 3, SamplingParams(temperature=1.0), 1), Ask([
 DRAFTERS = {"ngram": NGramDrafter(shortest=1), "dspark": DSparkDrafter(TINY_DRAFTER)}
 
 
-def opened(name: str, simulate: str | None) -> Session:
+PENALISED = [
+    dataclasses.replace(ask, sampling=dataclasses.replace(ask.sampling, presence_penalty=1.0, logit_bias={5: 2.0}))
+    for ask in ASKS
+]
+
+
+def opened(name: str, simulate: str | None, penalties: bool = False) -> Session:
     """Two sequences, two drafts, the tape streamed through three blocks, one slot for all experts."""
     drafter: Any = DRAFTERS[name]
     weights = drafter_weights(TINY_DRAFTER) if name == "dspark" else None
     sizes = {"context": 32, "launch_steps": 16, "page": 16, "ring_depth": 3, "expert_slots": 1}
     model = LoadedModel(mini().config, mini().weights)
-    return open_session(model, drafter, 2, 2, simulate=simulate, draft_weights=weights, **sizes)
+    return open_session(model, drafter, 2, 2, simulate=simulate, draft_weights=weights, penalties=penalties, **sizes)
 
 
-@pytest.mark.parametrize(("name", "simulate"), [("ngram", "eager"), ("dspark", "on_wait"), ("dspark", "eager")])
-def test_no_races_and_the_same_tokens(name: str, simulate: str) -> None:
-    plain = opened(name, None)
-    expected = run(plain, ASKS)
-    simulated = opened(name, simulate)
+@pytest.mark.parametrize(
+    ("name", "simulate", "asks"),
+    [
+        ("ngram", "eager", ASKS),
+        ("dspark", "on_wait", ASKS),
+        ("dspark", "eager", ASKS),
+        ("ngram", "on_wait", PENALISED),
+        ("dspark", "eager", PENALISED),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "penalised" if value is PENALISED else "",
+)
+def test_no_races_and_the_same_tokens(name: str, simulate: str, asks: list[Ask]) -> None:
+    penalties = asks is PENALISED
+    plain = opened(name, None, penalties)
+    expected = run(plain, asks)
+    simulated = opened(name, simulate, penalties)
     with watch_races() as races:
-        found = run(simulated, ASKS)
+        found = run(simulated, asks)
         caches = {n: np.asarray(value) for n, value in simulated.caches.items()}
     assert races.messages == []
     assert [r.tokens for r in found] == [r.tokens for r in expected]

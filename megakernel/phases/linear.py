@@ -121,10 +121,12 @@ def _inputs(plan: Plan, tiling: Tiling, panel: Panel, cut: Cut, group: Scalar | 
     """The operand's part that meets a cut; the parts of a folded panel below each other.  # [parts * rows, cut rows]"""
     rows, size = plan.product_rows, sum(cut.rows for cut in panel.cuts)
     parts = []
-    for k in range(cut.k, tiling.k_padded, size):
-        have = min(cut.rows, tiling.k_padded - k)
-        part = operand[:rows, lanes(group * tiling.k_padded + k, have)]
-        parts.append(jnp.pad(part, ((0, 0), (0, cut.rows - have))))
+    for part in range(-(-tiling.k_padded // size)):
+        k = part * size + cut.k
+        have = max(0, min(cut.rows, tiling.k_padded - k))
+        start = group * tiling.k_padded + k
+        inputs = operand[:rows, lanes(start, have)] if have else jnp.zeros((rows, 0), operand.dtype)
+        parts.append(jnp.pad(inputs, ((0, 0), (0, cut.rows - have))))
     return jnp.concatenate(parts, axis=0) if panel.fold > 1 else parts[0]
 
 

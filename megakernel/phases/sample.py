@@ -58,7 +58,7 @@ class Scratch(NamedTuple):
     mass: Ref
 
 
-def load_logits(out: Ref, row: Scalar, logits: Ref, size: int) -> Scalar:
+def load_logits(out: Ref, row: Scalar, logits: Ref, size: Scalar | int) -> Scalar:
     """Brings row `row` of a head's output into `logits`, -inf past the vocabulary.
 
     Args:
@@ -113,7 +113,7 @@ def choose_token(logits: Ref, scratch: Scratch, sampling: RowSampling, position:
             return x
 
         def disturb(columns: Any, _: None) -> None:
-            scaled[:, columns] += _noise(sampling, position, entries(shape, columns))
+            scaled[:, columns] += noise(sampling, position, entries(shape, columns))
 
         _filter(scratch, highest(shape, scale), sampling)
         for_pieces(shape, disturb)
@@ -138,7 +138,7 @@ def log_probability(logits: Ref, token: Scalar) -> Scalar:
     return jnp.max(at_token - best - jnp.log(mass))
 
 
-def _noise(sampling: RowSampling, position: Scalar, entry: jax.Array) -> jax.Array:
+def noise(sampling: RowSampling, position: Scalar, entry: jax.Array) -> jax.Array:
     """Gumbel noise of vocabulary entries.  # [segments, columns] i32 -> [segments, columns] f32"""
     at = jnp.full(entry.shape, position, jnp.int32).astype(jnp.uint32)
     bits, _ = threefry2x32(sampling.seed, (at, entry.astype(jnp.uint32)))

@@ -11,24 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
+from megakernel.cores import Piece
 from megakernel.layers import Step
 from megakernel.memory import COMMIT, POSITION
 from megakernel.phases import mla
 from megakernel.phases.linear import rounded
 from megakernel.phases.mix import rms_norm
-from megakernel.program import LANES, round_up
-from megakernel.stream import LatentGroups, Scalar
+from megakernel.stream import LatentGroups, Ref, Scalar
 from spec_decode.dspark.config import DSparkConfig
+from spec_decode.dspark.share import Share
 
-
-def cache_lanes(config: DSparkConfig) -> int:
-    """Lanes of one cached position: the keys of all KV heads, then their values, each padded to whole lanes."""
-    return 2 * value_lane(config)
-
-
-def value_lane(config: DSparkConfig) -> int:
-    return round_up(config.num_kv_heads * config.head_dim, LANES)
+Turn = tuple[jax.Array, jax.Array]
+"""Cosine and sine of every row's rotation, [rows, head lanes] f32 each."""
 
 
 def vector_rows(config: DSparkConfig) -> dict[str, int]:
@@ -55,7 +52,7 @@ def vector_of(config: DSparkConfig, weights: Mapping[str, np.ndarray], name: str
 
 
 def vector(config: DSparkConfig, step: Step, name: str, width: int) -> jax.Array:
-    """[1, width] f32"""
+    """[1, width] f32, zero beyond the vector"""
     row = vector_rows(config)[name]
     return step.refs.draft_vectors[row : row + 1, :width]
 
@@ -64,51 +61,66 @@ def norm(config: DSparkConfig, step: Step, x: jax.Array, name: str) -> jax.Array
     return rounded(step.plan, rms_norm(x, vector(config, step, name, x.shape[1]), config.rms_norm_eps))
 
 
-def rotate(config: DSparkConfig, step: Step, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """RoPE, half-split (arXiv 2104.09864).  # x [rows, dim] f32, positions [rows, 1] i32"""
-    half = config.head_dim // 2
-    angle = positions.astype(jnp.float32) * vector(config, step, "rope", config.head_dim)
-    swapped = jnp.concatenate([-x[:, half:], x[:, :half]], axis=-1)
-    return x * jnp.cos(angle) + swapped * jnp.sin(angle)
+def turn_of(share: Share, step: Step, positions: jax.Array) -> Turn:
+    """RoPE of rows at `positions` [rows, 1] i32; lanes beyond a head's dimension do not turn."""
+    angle = positions.astype(jnp.float32) * vector(share.config, step, "rope", share.head_lanes)
+    return jnp.cos(angle), jnp.sin(angle)
 
 
-def heads_of(x: jax.Array, dim: int) -> list[jax.Array]:
-    """[rows, heads * dim] -> heads of [rows, dim]"""
-    return [x[:, start : start + dim] for start in range(0, x.shape[1], dim)]
+def rotate(share: Share, x: jax.Array, turn: Turn) -> jax.Array:
+    """RoPE, half-split (arXiv 2104.09864).  # x [rows, head lanes] f32"""
+    half, (cos, sin) = share.config.head_dim // 2, turn
+    lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    swapped = jnp.where(lane < half, -pltpu.roll(x, x.shape[1] - half, 1), pltpu.roll(x, half, 1))
+    return x * cos + swapped * sin
 
 
-def normed_heads(config: DSparkConfig, step: Step, x: jax.Array, name: str, positions: jax.Array) -> list[jax.Array]:
+def heads_of(share: Share, step: Step, out: Ref, matrix: str, column: str) -> list[jax.Array]:
+    """The heads of a product's column, rounded, zero beyond their dimension.  # [rows, head lanes] f32 each"""
+    found, dim = step.plan.matrices[matrix], share.config.head_dim
+    width, first = next(c.width for c in found.columns if c.name == column), found.offset(column)
+    heads = [rounded(step.plan, step.rows_of(out, start, dim)) for start in range(first, first + width, dim)]
+    missing = share.head_lanes - dim
+    return [jnp.pad(head, ((0, 0), (0, missing))) if missing else head for head in heads]
+
+
+def normed_heads(share: Share, step: Step, heads: list[jax.Array], name: str, turn: Turn) -> list[jax.Array]:
     """Head by head: RMS norm, then RoPE."""
-    return [
-        rounded(step.plan, rotate(config, step, norm(config, step, head, name), positions))
-        for head in heads_of(x, config.head_dim)
-    ]
+    config = share.config
+    weight = vector(config, step, name, share.head_lanes)
+    normed = []
+    for x in heads:
+        spread = jnp.sum(x * x, axis=-1, keepdims=True) / config.head_dim
+        x = rounded(step.plan, x * lax.rsqrt(spread + config.rms_norm_eps) * weight)
+        normed.append(rounded(step.plan, rotate(share, x, turn)))
+    return normed
 
 
-def store_keys_values(config: DSparkConfig, keys: list[jax.Array], values: jax.Array, out: Any) -> None:
-    """Lays keys and values of rows out as the cache holds them.  # out [rows, cache_lanes] f32"""
-    out[...] = jnp.zeros(out.shape, out.dtype)
-    for head, key in enumerate(keys):
-        out[:, head * config.head_dim : (head + 1) * config.head_dim] = key
-    out[:, value_lane(config) : value_lane(config) + values.shape[1]] = values
+def store_keys_values(share: Share, keys: list[jax.Array], values: list[jax.Array], out: Any) -> None:
+    """Lays keys and values of rows out as the cache holds them.  # out [rows, cache lanes] f32"""
+    for place, head in enumerate([*keys, *values]):
+        out[:, place * share.head_lanes : (place + 1) * share.head_lanes] = head
 
 
-def store_context(config: DSparkConfig, step: Step, section: Scalar) -> None:
+def store_context(share: Share, step: Step, section: Scalar) -> None:
     """Keys and values of the round's rows into the cache; rows that were not accepted are left out."""
-    plan, refs = step.plan, step.refs
+    plan, refs, config = step.plan, step.refs, share.config
     taps = jnp.concatenate([refs.taps[i] for i in range(len(config.tap_layers))], axis=-1)
     out = step.linear(section, taps, "draft_fc")
-    features = norm(config, step, step.take(out, "draft_fc", "features"), "hidden_norm")
-    out = step.linear(section, features, "draft_context")
+    step.cores.start_gather([Piece(step.take(out, "draft_fc", "features"), config.hidden_size)])
 
     # `current` already stands behind the accepted rows.
     counts = step.all_current(COMMIT)
     firsts = [now - count for now, count in zip(step.all_current(POSITION), counts, strict=True)]
-    positions = step.row_column(lambda t, sequence: firsts[sequence] + t)
+    turn = turn_of(share, step, step.row_column(lambda t, sequence: firsts[sequence] + t))
     groups = _groups(step)
+    (features,) = step.cores.finish_gather()
+    features = norm(config, step, features[:, : config.hidden_size], "hidden_norm")
+    out = step.linear(section, features, "draft_context")
     for layer in range(config.num_layers):
-        keys = normed_heads(config, step, step.take(out, "draft_context", f"k{layer}"), f"k_norm{layer}", positions)
-        store_keys_values(config, keys, step.take(out, "draft_context", f"v{layer}"), refs.draft_fresh)
+        keys, values = (heads_of(share, step, out, "draft_context", f"{part}{layer}") for part in "kv")
+        keys = normed_heads(share, step, keys, f"k_norm{layer}", turn)
+        store_keys_values(share, keys, values, refs.draft_fresh)
         groups.start_read(jnp.int32(layer), firsts, jnp.bool_(False))
         groups.wait_read(jnp.int32(layer), firsts)
         mla.merge_into_groups(plan, refs.draft_fresh, firsts, counts, refs.draft_group)

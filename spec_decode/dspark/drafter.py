@@ -12,15 +12,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
 
 from megakernel.layers import Step
 from megakernel.memory import DRAFTS, Buffer, head_output
 from megakernel.plan import POSITION_GROUP, Plan, PlanError
-from megakernel.program import LANES, Column, Matrix, round_up
+from megakernel.program import LANES, Matrix, round_up
+from megakernel.split import Split
+from megakernel.stream import bring
+from megakernel.target import Target
 from model.config import ModelConfig
 from spec_decode.dspark import block, context, markov
 from spec_decode.dspark.config import DSparkConfig
+from spec_decode.dspark.share import Share, matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,75 +68,64 @@ class DSparkDrafter:
                 f"{config.name} has {config.num_hidden_layers}"
             )
 
-    def matrices(self) -> tuple[Matrix, ...]:
+    def check_split(self, split: Split, target: Target) -> None:
+        """Raises `PlanError` with the width that cores cannot share or lanes cannot hold."""
         own = self.config
-        taps = len(own.tap_layers) * own.target_hidden_size
-        kv = own.num_kv_heads * own.head_dim
-        keys_values = [
-            Column(f"{part}{layer}", kv, f"layers.{layer}.self_attn.{part}_proj.weight")
-            for layer in range(own.num_layers)
-            for part in ("k", "v")
-        ]
-        head = "target.lm_head" if own.shares_embeddings else "lm_head.weight"
-        return (
-            Matrix("draft_fc", taps, (Column("features", own.hidden_size, "fc.weight"),)),
-            Matrix("draft_context", own.hidden_size, tuple(keys_values)),
-            *(matrix for layer in range(own.num_layers) for matrix in self._layer_matrices(layer)),
-            Matrix("draft_head", own.hidden_size, (Column("logits", own.vocab_size, head),)),
-        )
+        if split.cores > 1 and own.hidden_size % LANES:
+            raise PlanError(
+                f"drafter {own.name!r} has hidden_size = {own.hidden_size}, no multiple of {LANES}: "
+                f"{split.cores} cores cannot share it; use one core"
+            )
+        if not target.lane_aligned:
+            return
+        for key, size, fits in (
+            ("hidden_size", own.hidden_size, own.hidden_size % LANES == 0),
+            ("head_dim", own.head_dim, own.head_dim % LANES == 0 or LANES % own.head_dim == 0),
+        ):
+            if not fits:
+                raise PlanError(
+                    f"drafter {own.name!r} has {key} = {size}, which does not fill the {LANES} lanes of {target.name} "
+                    "evenly; such a drafter runs on target 'cpu' only"
+                )
 
-    def _layer_matrices(self, layer: int) -> tuple[Matrix, ...]:
-        own = self.config
-        attention, mlp, name = f"layers.{layer}.self_attn", f"layers.{layer}.mlp", f"draft{layer}"
-        queries, kv = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-        return (
-            Matrix(
-                f"{name}_in",
-                own.hidden_size,
-                tuple(
-                    Column(part, width, f"{attention}.{part}_proj.weight")
-                    for part, width in (("q", queries), ("k", kv), ("v", kv))
-                ),
-            ),
-            Matrix(f"{name}_out", queries, (Column("out", own.hidden_size, f"{attention}.o_proj.weight"),)),
-            Matrix(
-                f"{name}_gate_up",
-                own.hidden_size,
-                tuple(Column(p, own.intermediate_size, f"{mlp}.{p}_proj.weight") for p in ("gate", "up")),
-            ),
-            Matrix(f"{name}_down", own.intermediate_size, (Column("out", own.hidden_size, f"{mlp}.down_proj.weight"),)),
-        )
+    def matrices(self, split: Split) -> tuple[Matrix, ...]:
+        return matrices(Share(self.config, split))
+
+    def exchange_lanes(self, split: Split) -> int:
+        share = Share(self.config, split)
+        return max(round_up(share.features, LANES), share.hidden)
 
     def vmem(self, plan: Plan) -> dict[str, Buffer]:
-        own, rows = self.config, plan.rows
-        lanes = context.cache_lanes(own)
+        own, share, rows = self.config, Share(self.config, plan.split), plan.rows
+        lanes, heads = share.cache_lanes, (share.heads, share.head_lanes)
         return {
             "draft_vectors": Buffer(self._vector_table(), "float32"),
             "draft_markov_out": Buffer((own.markov_rank, self._vocabulary(plan)), plan.storage),
             "draft_markov_rows": Buffer((plan.sequences, POSITION_GROUP, self._rank()), plan.storage),
-            "draft_embedding_rows": Buffer((plan.sequences + 1, POSITION_GROUP, own.hidden_size), plan.storage),
+            "draft_embedding_rows": Buffer((plan.sequences + 1, POSITION_GROUP, share.hidden), plan.storage),
             "draft_stream": Buffer((rows, own.hidden_size), "float32"),
             "draft_fresh": Buffer((rows, lanes), "float32"),
             "draft_block": Buffer((rows, lanes), "float32"),
-            "draft_queries": Buffer((rows, own.num_heads, own.head_dim), "float32"),
-            "draft_read": Buffer((rows, own.num_heads, own.head_dim), "float32"),
+            "draft_queries": Buffer((rows, *heads), "float32"),
+            "draft_read": Buffer((rows, *heads), "float32"),
             "draft_page": Buffer((2, plan.page, lanes), plan.activations),
             "draft_group": Buffer((plan.sequences, plan.group_positions, lanes), plan.activations),
             "out_draft_head": head_output(plan, "draft_head"),
         }
 
     def weights(self, plan: Plan) -> dict[str, Buffer]:
-        own = self.config
+        own, share = self.config, Share(self.config, plan.split)
         rows = round_up(own.vocab_size, POSITION_GROUP)
         return {
             "draft_vector_table": Buffer(self._vector_table(), "float32"),
             "draft_markov_w2": Buffer((own.markov_rank, self._vocabulary(plan)), plan.storage),
             "draft_markov_w1": Buffer((rows, self._rank()), plan.storage),
-            "draft_embedding": Buffer((rows, own.hidden_size), plan.storage),
+            "draft_embedding": Buffer((rows, share.hidden), plan.storage),
         }
 
     def caches(self, plan: Plan) -> dict[str, Buffer]:
-        shape = (self.config.num_layers, plan.sequences, plan.cache_positions, context.cache_lanes(self.config))
+        lanes = Share(self.config, plan.split).cache_lanes
+        shape = (self.config.num_layers, plan.sequences, plan.cache_positions, lanes)
         return {"draft_keys_values": Buffer(shape, plan.activations)}
 
     def request(self, plan: Plan) -> dict[str, Buffer]:
@@ -152,28 +144,30 @@ class DSparkDrafter:
             (refs.draft_vector_table, refs.draft_vectors),
             (refs.draft_markov_w2, refs.draft_markov_out),
         ):
-            copy = pltpu.make_async_copy(source, target, refs.draft_done.at[0])
-            copy.start()
-            copy.wait()
+            bring(source, target, refs.draft_done)
         refs.draft_read[...] = jnp.zeros(refs.draft_read.shape, jnp.float32)
         refs.draft_block[...] = jnp.zeros(refs.draft_block.shape, jnp.float32)
 
     def propose(self, step: Step, section: Any) -> None:
-        context.store_context(self.config, step, section)
-        block.run_block(self.config, step, section)
+        share = Share(self.config, step.plan.split)
+        context.store_context(share, step, section)
+        block.run_block(share, step, section)
         markov.draft_left_to_right(self.config, step)
         for sequence in range(step.plan.sequences):
             step.refs.current[DRAFTS, sequence] = jnp.int32(step.plan.tokens - 1)
 
-    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
+    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
         own = self.config
         for name, row in context.vector_rows(own).items():
             vector = context.vector_of(own, weights, name)
             arrays["draft_vector_table"][row, : len(vector)] = vector
-        arrays["draft_markov_w2"][:, : own.vocab_size] = weights["markov_head.markov_w2.weight"].T
+        entries, columns = plan.split.vocabulary, Share(own, plan.split).hidden
+        biases = weights["markov_head.markov_w2.weight"][core * entries : (core + 1) * entries]
+        arrays["draft_markov_w2"][:, : len(biases)] = biases.T
         arrays["draft_markov_w1"][: own.vocab_size, : own.markov_rank] = weights["markov_head.markov_w1.weight"]
         embedding = weights["target.embed_tokens" if own.shares_embeddings else "embed_tokens.weight"]
-        arrays["draft_embedding"][: own.vocab_size] = embedding
+        embedding = embedding[:, core * columns : (core + 1) * columns]
+        arrays["draft_embedding"][: own.vocab_size, : embedding.shape[1]] = embedding
 
     def _vector_table(self) -> tuple[int, int]:
         widest = max(self.config.hidden_size, self.config.head_dim)

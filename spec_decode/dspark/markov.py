@@ -15,12 +15,13 @@ from jax.experimental import pallas as pl
 
 from megakernel.layers import Step
 from megakernel.memory import POSITION, TOKEN
-from megakernel.phases import sample
+from megakernel.phases import penalty, sample
 from megakernel.phases.linear import dot, whole_tiles, widened
 from megakernel.plan import POSITION_GROUP
 from megakernel.program import LANES, round_up
 from megakernel.stream import EmbeddingRows, Scalar
 from megakernel.vocabulary import PIECE_REGISTERS, for_columns
+from spec_decode.dspark import shared_choice
 from spec_decode.dspark.config import DSparkConfig
 
 
@@ -31,17 +32,29 @@ def draft_left_to_right(config: DSparkConfig, step: Step) -> None:
 
     def one_slot(slot: Scalar, _: None) -> None:
         _add_bias(step, slot)
-        lax.fori_loop(0, plan.sequences, functools.partial(one, slot), None)
+        if plan.split.cores > 1:
+            shared_choice.choose_slot(config, step, slot)
+        else:
+            lax.fori_loop(0, plan.sequences, functools.partial(one, slot), None)
 
     def one(slot: Scalar, sequence: Scalar, _: None) -> None:
         row = slot * plan.sequences + sequence
         sample.load_logits(refs.out_draft_head, row, refs.row_logits, config.vocab_size)
         sampling = sample.RowSampling.of(refs.sampling_floats, refs.sampling_ints, sequence)
         position = refs.current[POSITION, sequence] + slot + 1
-        token = sample.choose_token(refs.row_logits, scratch, sampling, position)
+        logits = penalty.adjust(refs, sequence) if plan.penalties else refs.row_logits
+        token = sample.choose_token(logits, scratch, sampling, position)
         refs.drafts[row] = jnp.minimum(token, config.vocab_size - 1)
+        if plan.penalties:
+            penalty.count_token(refs, sequence, refs.drafts[row], penalty.ONE_OUTPUT)
+
+    def take_back(row: Scalar, _: None) -> None:
+        sequence = lax.rem(row, jnp.int32(plan.sequences))
+        penalty.count_token(refs, sequence, refs.drafts[row], -penalty.ONE_OUTPUT)
 
     lax.fori_loop(0, plan.tokens - 1, one_slot, None)
+    if plan.penalties:
+        lax.fori_loop(0, (plan.tokens - 1) * plan.sequences, take_back, None)
 
 
 def _token_before(step: Step, slot: Scalar, sequence: int) -> Scalar:
