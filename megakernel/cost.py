@@ -369,7 +369,8 @@ class _StepModel:
         weights = config.routed_expert_hidden_size * in_lanes + self.plan.split.expert_width * out_lanes
         if config.expert_format == "bf16":
             return weights / TILE * self.rates.tile_seconds * self.rates.clock_hz
-        return EXPERT_BUNDLES * weights / _REGISTER
+        fitting = next(bundles for rows, bundles in EXPERT_BUNDLES.items() if rows >= self.plan.expert_rows)
+        return fitting * weights / _REGISTER
 
     def layer_bytes(self, cache: str) -> float:
         return self.caches[cache].padded_bytes / self.caches[cache].shape[0]
