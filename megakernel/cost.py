@@ -31,7 +31,7 @@ from megakernel.rates import (
 from megakernel.schedule import Loop
 from megakernel.schedule_names import expected_experts
 
-_REGISTER = 1024  # float32 numbers
+_SUBLANES, _REGISTER = 8, 1024  # of float32 numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,26 +266,26 @@ class _StepModel:
             self.product("shared_in")
         finish()
         self.vector("route", CHOICE_BUNDLES * config.num_experts_per_token)
-        self.routed_experts(plan.expert_slots, then=lambda: self.product("shared_out"))
+        self.routed_experts(plan.expert_slots)
         self.pipe.phase = "MoE"
+        latent = [config.routed_expert_hidden_size] if config.latent_experts else []
+        finish = self.start_sum("routed experts", latent)
+        if config.num_shared_experts:
+            self.product("shared_out")
+        finish()
         if config.latent_experts:
-            self.sum("routed experts", [config.routed_expert_hidden_size])
             self.product("routed_up")
         widths = [config.hidden_size] * (2 if config.num_shared_experts else 1)
-        self.sum("routed and shared", widths, numbers=config.latent_experts)
+        self.start_sum("routed and shared", widths, numbers=config.latent_experts)()
         self.set_prefix()
 
-    def routed_experts(self, slots: int, then: Callable[[], None]) -> None:
-        """The busiest core's share; the shared experts' second product runs while the first copies are on their way."""
+    def routed_experts(self, slots: int) -> None:
+        """The busiest core's share."""
         plan, count = self.plan, expected_experts(self.plan)
         sizes = [min(1.0, count - i) for i in range(-int(-count // 1))]
         self.pipe.phase = "experts"
         for i, part in enumerate(sizes[:slots]):
             self.pipe.read(f"expert {i}", part * plan.expert_bytes)
-        if plan.config.num_shared_experts:
-            self.pipe.phase = "MoE"
-            then()
-            self.pipe.phase = "experts"
         for i, part in enumerate(sizes):
             self.pipe.wait(f"expert {i}")
             self.vector("expert", part * self.expert_bundles())
@@ -313,7 +313,7 @@ class _StepModel:
     # ---- what phases are made of ----
 
     def own_sum(self) -> None:
-        self.sum("sum for the prefix", [self.plan.config.hidden_size])
+        self.start_sum("sum for the prefix", [self.plan.config.hidden_size])()
         self.set_prefix()
 
     def set_prefix(self) -> None:
@@ -322,17 +322,17 @@ class _StepModel:
     def start_gather(self, name: str, pieces: Sequence[int]) -> Callable[[], None]:
         return self._exchange(name, sum(round_up(piece, LANES) for piece in pieces), sides=1)
 
-    def sum(self, name: str, widths: Sequence[int], numbers: bool = False) -> None:
+    def start_sum(self, name: str, widths: Sequence[int], numbers: bool = False) -> Callable[[], None]:
         lanes = sum(self.plan.split.sum_piece(width) for width in widths) + (3 if numbers else 0)
-        self._exchange(name, round_up(lanes, LANES), sides=2)()
+        return self._exchange(name, round_up(lanes, LANES), sides=2)
 
     def _exchange(self, name: str, lanes: int, sides: int) -> Callable[[], None]:
         plan, cores = self.plan, self.plan.split.cores
-        if cores == 1:
+        if cores == 1 or not lanes:
             return lambda: None
-        handled = PIECE_BUNDLES * cores * self.registers(lanes)
+        handled = PIECE_BUNDLES * cores * max(_SUBLANES, plan.wire_rows) * lanes / _REGISTER
         self.vector(f"send {name}", SEND_BUNDLES * (cores - 1) + (sides - 1) * handled)
-        self.pipe.start_exchange(name, plan.rows * lanes * BYTES[plan.wire], cores)
+        self.pipe.start_exchange(name, plan.wire_rows * lanes * BYTES[plan.wire], cores)
 
         def finish() -> None:
             self.pipe.finish_exchange()
@@ -369,7 +369,8 @@ class _StepModel:
         weights = config.routed_expert_hidden_size * in_lanes + self.plan.split.expert_width * out_lanes
         if config.expert_format == "bf16":
             return weights / TILE * self.rates.tile_seconds * self.rates.clock_hz
-        return EXPERT_BUNDLES * weights / _REGISTER
+        fitting = next(bundles for rows, bundles in EXPERT_BUNDLES.items() if rows >= self.plan.expert_rows)
+        return fitting * weights / _REGISTER
 
     def layer_bytes(self, cache: str) -> float:
         return self.caches[cache].padded_bytes / self.caches[cache].shape[0]

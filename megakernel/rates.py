@@ -24,19 +24,19 @@ TILE_SECONDS = 20e-9
 """To push a 256 x 256 tile of bfloat16 weights into one matrix unit. Published."""
 TILE = 256 * 256
 
-# Bundles of vector work, as compiled for v7x (JAX 0.10.2) of kimi-k3 on 32 cores, tiles of 16 rows. Used where no
+# Bundles of vector work, as compiled for v7x (JAX 0.10.2) of kimi-k3 on 32 cores, tiles of 8 rows. Used where no
 # schedule of the plan at hand is given.
-MIX_BUNDLES = 2.7
+MIX_BUNDLES = 2.2
 """A register of 1,024 float32 numbers of the residual entries: two reads, score and weighted sum."""
-EXPERT_BUNDLES = 4.6
-"""1,024 MXFP4 weights of an expert: decoding, scaling, pushing."""
+EXPERT_BUNDLES = {1: 0.41, 2: 0.45, 4: 0.54, 8: 0.57, 16: 0.86}
+"""1,024 MXFP4 weights of an expert, by the rows that they meet, at most: unpacking, pushing, scaling the sums."""
 STATE_BUNDLES = 5.9
 """A register of KDA state and token: decay, read, update, read."""
 SEND_BUNDLES = 14
 """One send to one core."""
 PIECE_BUNDLES = 3.0
 """A register of what an exchange brings or takes: laying pieces out, adding them up."""
-CHOICE_BUNDLES = 60
+CHOICE_BUNDLES = 34
 """One of a row's chosen experts: maximum, first place, mask, for all rows at once."""
 PAGE_BUNDLES = 160
 """One page of the MLA cache of one sequence."""

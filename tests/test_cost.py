@@ -93,7 +93,7 @@ def test_every_exchange_of_the_kernel_is_there_and_none_is_wider_than_its_buffer
     widest = max(
         phase.sent_bytes / phase.exchanges for phase in cost.phases if phase.name != "sampling" and phase.exchanges
     )
-    piece = cost.plan.rows * exchange_lanes(cost.plan) * BYTES[cost.plan.wire]
+    piece = cost.plan.wire_rows * exchange_lanes(cost.plan) * BYTES[cost.plan.wire]
     assert widest <= 31 * piece
     assert len(cost.flights) == sum(found.values())
 

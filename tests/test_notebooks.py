@@ -41,7 +41,9 @@ def execute(path: Path):
 
 
 def test_there_are_notebooks():
-    assert {"decode_in_one_launch.ipynb", "speculation.ipynb"} <= {path.name for path in NOTEBOOKS}
+    assert {"decode_in_one_launch.ipynb", "sixteen_chips.ipynb", "speculation.ipynb"} <= {
+        path.name for path in NOTEBOOKS
+    }
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -96,3 +98,16 @@ def test_speculation_runs():
     coloured = cell_with(notebook, "def coloured").outputs[0].data["text/html"]
     assert coloured.count("rgba(0, 114, 178") > 10
     assert len(text_of(cell_with(notebook, "cost = per_round")).splitlines()) == 11
+
+
+@pytest.mark.slow
+def test_sixteen_chips_runs():
+    notebook = execute_in_time("sixteen_chips.ipynb")
+    assert text_of(code_cells(notebook)[0]).startswith("kimi-k3 on one of 32 cores of v7x\n")
+    assert "Predicted step: " in text_of(cell_with(notebook, "print(cost_text(cost))"))
+    for words in ("layers = sublayers(cost)", "layers[kda + 1]", "PUBLISHED_SECONDS", "axes.axvspan"):
+        assert "image/png" in cell_with(notebook, words).outputs[-1].data
+    chips = text_of(cell_with(notebook, "for cores in (8, 16, 32, 64)")).splitlines()
+    assert "needs" in chips[1]
+    assert chips[3].startswith("32 ")
+    assert "bfloat16  kimi-k3 on one" in text_of(cell_with(notebook, "wide = "))

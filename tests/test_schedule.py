@@ -172,7 +172,8 @@ def kernel_of_loops():
 @pytest.fixture(scope="module")
 def k3_plan():
     config = ModelConfig.preset("kimi-k3")
-    return make_plan(config, find_target("v7x"), cores=32, sequences=2, context=4096, launch_steps=256, expert_slots=4)
+    knobs = {"context": 4096, "launch_steps": 256, "expert_slots": 4, "expert_groups": 1}
+    return make_plan(config, find_target("v7x"), cores=32, sequences=2, **knobs)
 
 
 def test_loops_are_named_by_what_they_touch(k3_plan):
