@@ -6,7 +6,9 @@ model = load("k3-nano")
 print(decode(model, "Fellow-Citizens of the Senate", max_new_tokens=64))
 """
 
+from megakernel.container import ContainerError
 from megakernel.decode import decode
+from megakernel.distributed import HostsError
 from megakernel.loading import LoadedModel, ModelNotFoundError, load
 from megakernel.plan import Plan, PlanError, make_plan
 from megakernel.result import Generation, NumericsError, Piece, Speculation, Timing
@@ -15,7 +17,9 @@ from model.sampling import SamplingParams
 
 __all__ = [
     "TARGETS",
+    "ContainerError",
     "Generation",
+    "HostsError",
     "LoadedModel",
     "ModelNotFoundError",
     "NumericsError",

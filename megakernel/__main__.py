@@ -1,4 +1,4 @@
-"""`python -m megakernel`, also installed as `one-launch`: generate text, look at a plan, check the machine."""
+"""`python -m megakernel`, also installed as `one-launch`: generate text, plan, pack models, check the machine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ import jax
 
 from megakernel.aot import AotError, compile_for
 from megakernel.backends import NAMES, resolve_backend
+from megakernel.container import Check, check_container, cores_of_host, is_container, read_manifest
+from megakernel.container_write import write_container
+from megakernel.cost import predict
+from megakernel.cost_report import compares, comparison_text, cost_text
 from megakernel.decode import decode, find_draft
 from megakernel.drafting import Drafter
 from megakernel.draw import DrawingError, draw_plan
@@ -28,7 +32,8 @@ from megakernel.plan import Plan, make_plan
 from megakernel.report import machine_name, plan_text, plural
 from megakernel.request import make_jobs
 from megakernel.result import Generation, NumericsError, Piece
-from megakernel.target import TARGETS, find_target
+from megakernel.target import TARGETS
+from megakernel.topology import TOPOLOGIES, find_machine
 from model.config import ConfigError, ModelConfig
 from model.presets import PRESETS
 from model.sampling import SamplingParams
@@ -157,25 +162,32 @@ def _print_logprobs(model: LoadedModel, done: _Done) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    target, config = find_target(options.target), find_config(options.model)
-    plan = make_plan(
+    config = find_config(options.model)
+    target, cores = find_machine(options.target, options.cores)
+    plan_of = functools.partial(
+        make_plan,
         config,
         target,
-        cores=options.cores,
+        cores=cores,
         expert_groups=options.expert_groups,
-        sequences=options.sequences,
         context=options.context,
         ring_depth=options.ring_depth,
         expert_slots=options.expert_slots,
         drafter=_drafter(config, options.draft),
         draft_tokens=options.draft_tokens,
     )
+    plan = plan_of(sequences=options.sequences)
     print(plan_text(plan), flush=True)
     if options.draw:
         draw_plan(plan).savefig(options.draw, dpi=100)
         _note(f"drawn to {options.draw}")
-    if options.compile:
-        print(f"\n{compile_for(plan, schedule=True)}")
+    compiled = compile_for(plan, schedule=True) if options.compile else None
+    if compiled:
+        print(f"\n{compiled}")
+    if target.hbm_bytes_per_s and not plan.drafter:
+        print(f"\n{cost_text(predict(plan, schedule=compiled.schedule if compiled else None))}")
+        if compares(plan):
+            print(f"\n{comparison_text(lambda rows: plan_of(sequences=rows))}")
 
 
 def _drafter(config: ModelConfig, draft: str) -> Drafter | None:
@@ -188,9 +200,38 @@ def find_config(name: str) -> ModelConfig:
     if name in PRESETS:
         return ModelConfig.preset(name)
     for folder in (Path(name), SHIPPED / name):
+        if is_container(folder):
+            return read_manifest(folder).config
         if folder.is_dir():
             return ModelConfig.from_file(folder)
     raise ConfigError(f"{name!r} is neither a folder nor a known model; known: {', '.join(sorted(PRESETS))}")
+
+
+# ---- containers ----
+
+
+def _pack(options: argparse.Namespace) -> None:
+    model, started = load(options.model), time.perf_counter()
+    target, cores = find_machine(options.target, options.cores)
+    plan = make_plan(model.config, target, cores=cores, expert_groups=options.expert_groups)
+    manifest, written = write_container(options.out, plan, model, host=options.host, hosts=options.hosts)
+    seconds = time.perf_counter() - started
+    own = plural(manifest.cores // options.hosts, "core")
+    _note(
+        f"{options.out}: {own} of {manifest.core_bytes / 1e6:,.1f} MB each; wrote {written / 1e6:,.1f} MB in "
+        f"{seconds:,.1f} s ({written / 1e6 / seconds:,.0f} MB/s)"
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    folder = Path(options.folder)
+    cores = cores_of_host(read_manifest(folder).cores, options.host, options.hosts)
+    check: Check = "quick" if options.quick else "full"
+    manifest, verified = check_container(folder, cores, check)
+    what = "sizes and journals" if options.quick else "every hash"
+    print(
+        f"{folder}: {manifest.config.name}, {plural(len(cores), 'core')}, {verified / 1e6:,.1f} MB: {what} as expected"
+    )
 
 
 # ---- doctor ----
@@ -245,10 +286,13 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="show the kernel's plan of a model", description="Shows a plan.")
     plan.add_argument("model", help=f"{', '.join(sorted(PRESETS))}, or a checkpoint folder")
-    plan.add_argument("--target", default="v7x", help=f"{', '.join(TARGETS)} (%(default)s)")
-    plan.add_argument("--cores", type=int, default=1, metavar="N", help="cores that share the model (%(default)s)")
+    machines = ", ".join([*TARGETS, *TOPOLOGIES])
+    plan.add_argument("--target", default="v7x", help=f"a kind of core, or a machine: {machines} (%(default)s)")
+    plan.add_argument("--cores", type=int, metavar="N", help="cores that share the model (1, or all of a machine)")
     plan.add_argument("--expert-groups", type=int, metavar="N", help="groups of whole experts (whatever reads least)")
-    plan.add_argument("--sequences", type=int, default=1, metavar="N", help="sequences together (%(default)s)")
+    plan.add_argument(
+        "--sequences", "--rows", type=int, default=1, metavar="N", help="sequences together (%(default)s)"
+    )
     plan.add_argument("--context", type=int, metavar="N", help="positions of a sequence (the model's, at most 4096)")
     plan.add_argument("--ring-depth", type=int, metavar="N", help="tape blocks in flight (as many as fit)")
     plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (a quarter of it)")
@@ -256,6 +300,21 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--compile", action="store_true", help="compile it with the TPU compiler; needs no TPU")
     plan.add_argument("--draw", metavar="FILE", help="draw it: a picture in any format of matplotlib, by the suffix")
     plan.set_defaults(run=_plan)
+
+    pack = commands.add_parser("pack", help="pack a checkpoint for several cores", description="Writes a container.")
+    pack.add_argument("model", help="a checkpoint folder, or a shipped model")
+    pack.add_argument("out", help="the container's folder; one that was begun is gone on with")
+    pack.add_argument("--cores", type=int, required=True, metavar="N", help="cores that share the model")
+    pack.add_argument("--expert-groups", type=int, metavar="N", help="groups of whole experts (whatever reads least)")
+    pack.add_argument("--target", default="v7x", help=f"{', '.join(TARGETS)} (%(default)s)")
+    _add_host_options(pack)
+    pack.set_defaults(run=_pack)
+
+    check = commands.add_parser("check", help="check a packed model", description="Verifies a container.")
+    check.add_argument("folder", help="the container")
+    check.add_argument("--quick", action="store_true", help="sizes and journals only; hash nothing")
+    _add_host_options(check)
+    check.set_defaults(run=_check)
 
     doctor = commands.add_parser("doctor", help="what this machine can run", description="Checks this machine.")
     doctor.add_argument("--quick", action="store_true", help="versions and models only; run and compile nothing")
@@ -269,6 +328,11 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a token id and a number, as 17=-2.5") from None
+
+
+def _add_host_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", type=int, default=0, metavar="I", help="this host, from 0: does its share of cores")
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts that share the work (%(default)s)")
 
 
 def _add_draft_options(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ loads it. The process does not touch a TPU, so it also runs beside one that is b
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
@@ -21,14 +20,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from megakernel import kernel, memory
+from megakernel import memory
+from megakernel.mesh import core_mesh, on_mesh, shapes
 from megakernel.plan import Plan
-from megakernel.schedule import Loop, read_schedule
-from megakernel.target import TARGETS
+from megakernel.schedule import Loop, read_schedule, read_vmem
+from megakernel.topology import Topology, TopologyError, smallest_topology
 
 _TIMEOUT_SECONDS = 1800
 _LONGEST_REASON = 600
@@ -44,8 +43,11 @@ class AotReport:
     """What the TPU compiler made of a plan. Bytes are of one core.
 
     Attributes:
+      topology, cores: the machine compiled for, and how many of its cores share the model.
       lower_seconds, compile_seconds: on this machine.
       vmem_planned: the plan's own VMEM map; vmem_limit: what the core has. The compiler refuses what does not fit.
+      vmem_compiled: what the compiler allocates for the kernel, its own scratch and spilled registers included, with
+        `compile_for(..., schedule=True)`; None where it does not say.
       hbm_arguments: inputs of the launch, as the plan counts them.
       argument_bytes, output_bytes, alias_bytes, temp_bytes, code_bytes: the compiler's memory analysis.
       schedule: the kernel's loops, with `compile_for(..., schedule=True)`.
@@ -53,6 +55,8 @@ class AotReport:
 
     model: str
     target: str
+    topology: str
+    cores: int
     jax_version: str
     lower_seconds: float
     compile_seconds: float
@@ -64,6 +68,7 @@ class AotReport:
     alias_bytes: int
     temp_bytes: int
     code_bytes: int
+    vmem_compiled: int | None = None
     schedule: Loop | None = None
 
     def __str__(self) -> str:
@@ -73,7 +78,7 @@ class AotReport:
 
 
 def compile_for(plan: Plan, *, schedule: bool = False) -> AotReport:
-    """Compiles the launch of `plan` for `plan.target` with the real TPU compiler.
+    """Compiles the launch of `plan` with the real TPU compiler, for the smallest known machine with its cores.
 
     Args:
       schedule: also read the compiler's schedule; takes a few seconds more and about 100 MB of temporary files.
@@ -82,16 +87,18 @@ def compile_for(plan: Plan, *, schedule: bool = False) -> AotReport:
       AotError: no compiler for this target, libtpu is not installed, or the compiler refused the kernel.
       ScheduleError: the compiler's dump has another form than expected.
     """
-    if plan.target.topology is None:
-        known = ", ".join(target.name for target in TARGETS.values() if target.topology)
-        raise AotError(f"target {plan.target.name!r} has no ahead-of-time compiler; choose one of {known}")
+    try:
+        smallest_topology(plan.target, plan.split.cores)
+    except TopologyError as error:
+        raise AotError(str(error)) from error
     if importlib.util.find_spec("libtpu") is None:
         raise AotError("the TPU compiler (libtpu) is not installed: pip install one-launch[tpu]")
     if not schedule:
         return AotReport(**_run_compiler(plan, dump=None))
     with tempfile.TemporaryDirectory(prefix="one-launch-") as folder:
         found = _run_compiler(plan, dump=folder)
-        return AotReport(**found, schedule=read_schedule(Path(folder), plan))
+        dump = Path(folder)
+        return AotReport(**found, vmem_compiled=read_vmem(dump), schedule=read_schedule(dump, plan))
 
 
 def launch_arguments(plan: Plan, sharding: NamedSharding | None = None) -> tuple[dict[str, Any], ...]:
@@ -102,11 +109,11 @@ def launch_arguments(plan: Plan, sharding: NamedSharding | None = None) -> tuple
     )
 
 
-def target_device(topology: str) -> Any:
-    """A device of a machine that is not there."""
+def devices_of(topology: Topology) -> list[Any]:
+    """The devices of a machine that is not there."""
     # JAX 0.10 assumes four chips a host unless told otherwise; later releases do not mind being told.
-    description = topologies.get_topology_desc(platform="tpu", topology_name=topology, chips_per_host_bounds=[1, 1, 1])
-    return description.devices[0]
+    one_chip = {"chips_per_host_bounds": [1, 1, 1]} if topology.one_chip else {}
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **one_chip).devices)
 
 
 def _run_compiler(plan: Plan, dump: str | None) -> dict[str, Any]:
@@ -162,11 +169,10 @@ def short_reason(message: str) -> str:
 
 
 def _compile(plan: Plan) -> dict[str, Any]:
-    assert plan.target.topology is not None
-    sharding = NamedSharding(Mesh(np.array([target_device(plan.target.topology)]), ("core",)), PartitionSpec())
+    topology = smallest_topology(plan.target, plan.split.cores)
+    mesh = core_mesh(plan.split.cores, devices_of(topology))
     started = time.perf_counter()
-    launch = functools.partial(kernel.launch, plan, interpret=False)
-    lowered = jax.jit(launch, donate_argnums=1).lower(*launch_arguments(plan, sharding))
+    lowered = jax.jit(on_mesh(plan, mesh, interpret=False), donate_argnums=1).lower(*shapes(plan, mesh))
     lowered_at = time.perf_counter()
     compiled = lowered.compile()
     compiled_at = time.perf_counter()
@@ -174,6 +180,8 @@ def _compile(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.config.name,
         "target": plan.target.name,
+        "topology": topology.name,
+        "cores": plan.split.cores,
         "jax_version": jax.__version__,
         "lower_seconds": lowered_at - started,
         "compile_seconds": compiled_at - lowered_at,

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from megakernel.collectives import Exchange, join3, side_by_side, split3, statistic, statistics
+from megakernel.phases.linear import whole_tiles
 from megakernel.plan import Plan
 from megakernel.program import LANES, round_up
 from megakernel.stream import Scalar
@@ -96,7 +97,7 @@ class ManyCores:
     """
 
     def __init__(self, plan: Plan, exchange: Exchange):
-        self.split, self.exchange = plan.split, exchange
+        self.plan, self.split, self.exchange = plan, plan.split, exchange
         self.exact_wire = exchange.inbox.dtype == jnp.float32
         self._pieces: Sequence[Piece] = ()
         self._widths: list[int] = []
@@ -117,7 +118,8 @@ class ManyCores:
         self._pieces = pieces
         values: list[jax.Array] = []
         for piece in pieces:
-            values += split3(piece.value) if self._in_three(piece) else [piece.value]
+            value = piece.value[: self.plan.wire_rows]
+            values += split3(value) if self._in_three(piece) else [value]
         self.exchange.start_gather(*values)
 
     def finish_gather(self) -> list[jax.Array]:
@@ -126,8 +128,12 @@ class ManyCores:
         for piece in self._pieces:
             width = piece.value.shape[1]
             parts = [side_by_side(next(arrived), width, piece.total) for _ in range(3 if self._in_three(piece) else 1)]
-            whole.append(join3(*parts) if len(parts) == 3 else parts[0])
+            whole.append(self._all_rows(join3(*parts) if len(parts) == 3 else parts[0]))
         return whole
+
+    def _all_rows(self, live: jax.Array) -> jax.Array:
+        """Rows that did not travel are zero.  # [wire rows, n] -> [rows, n]"""
+        return whole_tiles([live], self.plan.rows)
 
     def _in_three(self, piece: Piece) -> bool:
         return piece.exact and not self.exact_wire
@@ -135,7 +141,9 @@ class ManyCores:
     def start_sum(self, partial: Sequence[jax.Array], number: jax.Array | None = None) -> None:
         self._widths = [self.split.sum_piece(value.shape[1]) for value in partial]
         self._has_number = number is not None
-        shared = [] if number is None else [statistics(number)]
+        rows = self.plan.wire_rows
+        partial = [value[:rows] for value in partial]
+        shared = [] if number is None else [statistics(number[:rows])]
         width = sum(self._widths) + sum(value.shape[1] for value in shared)
 
         def piece_of(core: int) -> jax.Array | None:
@@ -145,7 +153,7 @@ class ManyCores:
         self.exchange.start_each(piece_of, width)
 
     def finish_sum(self) -> list[jax.Array]:
-        total = self.exchange.finish_sum()
+        total = self._all_rows(self.exchange.finish_sum())
         sums, first = [], 0
         for width in self._widths:
             sums.append(total[:, first : first + width])

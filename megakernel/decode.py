@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, overload
@@ -10,6 +11,7 @@ from tqdm import tqdm
 
 from megakernel.backends import resolve_backend
 from megakernel.compile_cache import use_compile_cache
+from megakernel.distributed import agree
 from megakernel.drafting import Draft
 from megakernel.generate import STREAM_TOKENS, Settings, groups, run_group, run_reference
 from megakernel.loading import LoadedModel
@@ -118,10 +120,14 @@ def decode(
     Returns:
       One `Generation` for a single prompt, a list for several; with `stream`, an iterator of pieces.
 
+    On several hosts (`megakernel.distributed.start`), every one of them makes the same call and gets the result.
+
     Raises:
       ValueError, TypeError: an argument, by name and value, and what was expected.
       megakernel.PlanError: the machine is too small for the request.
       megakernel.NumericsError: NaN or infinity; the message names the layer.
+      megakernel.ContainerError: a packed model that is damaged, or packed for another number of cores.
+      megakernel.HostsError: other hosts make another call, or none.
     """
     jobs, single = make_jobs(model, prompts, max_new_tokens, sampling, seed)
     where, use = make_stop(model, stop), resolve_backend(backend)
@@ -132,8 +138,26 @@ def decode(
         raise ValueError(f"draft_tokens = {draft_tokens} with draft='none'; choose a drafter")
     if use.name == "reference" and cores != 1:
         raise ValueError(f"cores = {cores}: backend 'reference' runs on one")
+    if use.name == "reference" and model.container is not None:
+        raise ValueError(f"{model.container.folder} is a container; backend 'reference' needs the checkpoint itself")
     launch_tokens = STREAM_TOKENS if stream or where.strings else None
-    settings = Settings(where, logprobs, launch_tokens, chosen, draft_tokens, cores)
+    settings = Settings(where, logprobs, launch_tokens, chosen, draft_tokens, cores, model.container is None)
+    asked = {
+        "model": model.config,
+        "prompts": [job.prompt for job in jobs],
+        "max_new_tokens": max_new_tokens,
+        "sampling": [job.sampling for job in jobs],
+        "seed": None if seed is None else [job.seed for job in jobs],
+        "stop": where,
+        "logprobs": logprobs,
+        "backend": use.name,
+        "draft": chosen and chosen.drafter,
+        "draft_tokens": draft_tokens,
+        "cores": cores,
+        "stream": stream,
+    }
+    seeds = agree(asked, [job.seed for job in jobs])
+    jobs = [dataclasses.replace(job, seed=seed) for job, seed in zip(jobs, seeds, strict=True)]
     use_compile_cache()
 
     def events() -> Iterator[Piece | Generation]:

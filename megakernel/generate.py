@@ -88,12 +88,13 @@ class Settings:
     draft: Draft | None = None
     draft_tokens: int | None = None
     cores: int = 1
+    has_tensors: bool = True  # not only a container, which the reference cannot read
 
     @property
     def kernel_prompt(self) -> int | None:
         """Longest prompt that the kernel reads itself; None where it must read them all: where the drafter sees every
-        position, or where the reference's one core might not hold the model."""
-        reads_all = self.cores > 1 or (self.draft is not None and bool(self.draft.drafter.taps))
+        position, or where the reference has no tensors or its one core might not hold the model."""
+        reads_all = self.cores > 1 or not self.has_tensors or (self.draft is not None and bool(self.draft.drafter.taps))
         return None if reads_all else KERNEL_PROMPT
 
 
@@ -133,6 +134,7 @@ def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings
         draft_tokens=settings.draft_tokens,
         cores=settings.cores,
         penalties=any(job.sampling.adjusts_logits for job in jobs),
+        **(model.container.plan_choices(settings.cores) if model.container else {}),
     )
 
 

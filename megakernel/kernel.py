@@ -286,8 +286,9 @@ def _pending_window(refs: SimpleNamespace) -> stream.Window:
 
 
 def _clear_padding(step: Step) -> None:
-    """Rows that no sequence ever writes must still be numbers."""
+    """What is read before it is written, or never written, must still be numbers."""
     refs = step.refs
+    refs.stream[...] = jnp.zeros(refs.stream.shape, jnp.float32)
     if step.plan.config.kda_layers:
         refs.kda_read[...] = jnp.zeros(refs.kda_read.shape, jnp.float32)
     if step.plan.config.mla_layers:

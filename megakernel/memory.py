@@ -101,7 +101,7 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
     if split.cores > 1:
         from megakernel.cores import exchange_lanes
 
-        piece, shard = (plan.rows, exchange_lanes(plan)), (SEGMENTS, split.vocabulary // SEGMENTS)
+        piece, shard = (plan.wire_rows, exchange_lanes(plan)), (SEGMENTS, split.vocabulary // SEGMENTS)
         buffers |= {
             "outbox": Buffer((split.cores, *piece), plan.wire),
             "inbox": Buffer((2, split.cores, *piece), plan.wire),

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megakernel import kernel, memory
@@ -26,7 +27,7 @@ def core_mesh(cores: int, devices: list[Any] | None = None) -> Mesh:
     """The mesh of the first `cores` devices; of all hosts, if there are several.
 
     Raises:
-      PlanError: there are fewer devices.
+      PlanError: there are fewer devices, or a host with none of the cores.
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) < cores:
@@ -34,7 +35,14 @@ def core_mesh(cores: int, devices: list[Any] | None = None) -> Mesh:
             f"cores = {cores}, and JAX sees {len(devices)} devices; on a CPU, set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={cores} before JAX starts"
         )
-    return Mesh(np.array(devices[:cores]), (AXIS,))
+    chosen = devices[:cores]
+    hosts = {device.process_index for device in chosen}
+    if cores > 1 and len(hosts) < len({device.process_index for device in devices}):
+        raise PlanError(
+            f"cores = {cores} are all on {len(hosts)} of {jax.process_count()} hosts; JAX sees {len(devices)} devices: "
+            f"use cores = {len(devices)}, or fewer hosts"
+        )
+    return Mesh(np.array(chosen), (AXIS,))
 
 
 def on_mesh(plan: Plan, mesh: Mesh, interpret: Any) -> Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]:
@@ -73,6 +81,28 @@ def divided(plan: Plan, mesh: Mesh, arrays_of: Callable[[int], Mapping[str, np.n
         )
         for name, parts in pieces.items()
     }
+
+
+def replicated(plan: Plan, mesh: Mesh, arrays: Mapping[str, np.ndarray]) -> Arrays:
+    """Puts the same arrays on every core; every host gives its own copy of them."""
+    if plan.split.cores == 1:
+        return {name: jnp.asarray(array) for name, array in arrays.items()}
+    sharding = NamedSharding(mesh, WHOLE)
+    return {
+        name: jax.make_array_from_process_local_data(sharding, array, array.shape) for name, array in arrays.items()
+    }
+
+
+def fetched(arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Arrays as every host reads them; parts that lie on other hosts are gathered."""
+    return {
+        name: np.asarray(process_allgather(array, tiled=True) if _lies_elsewhere(array) else array)
+        for name, array in arrays.items()
+    }
+
+
+def _lies_elsewhere(array: jax.Array) -> bool:
+    return not (array.is_fully_addressable or array.is_fully_replicated)
 
 
 def shapes(plan: Plan, mesh: Mesh) -> tuple[Arrays, Arrays, Arrays]:

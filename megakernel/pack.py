@@ -7,19 +7,20 @@ from collections.abc import Iterator, Mapping
 import ml_dtypes
 import numpy as np
 
-from megakernel import program
 from megakernel.memory import weight_buffers
-from megakernel.pack_experts import pack_bank
+from megakernel.pack_experts import pack_experts
 from megakernel.plan import Plan
 from megakernel.program import Column, Matrix, kda_vectors
+from megakernel.stages import Stage, stages
 
 Weights = Mapping[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _NUMPY = {"float32": np.dtype(np.float32), "bfloat16": _BFLOAT16, "uint16": _BFLOAT16, "uint32": np.dtype(np.uint32)}
 """What arrays are filled as; "uint16" holds the bits of bfloat16."""
 
 
-def pack(plan: Plan, weights: Weights, draft_weights: Weights | None = None, *, core: int = 0) -> dict[str, np.ndarray]:
+def pack(plan: Plan, weights: Weights, draft_weights: Weights | None = None, *, core: int = 0) -> Arrays:
     """Lays a checkpoint's tensors out for one core; arrays by name, as in `memory.weight_buffers`.
 
     Args:
@@ -27,48 +28,84 @@ def pack(plan: Plan, weights: Weights, draft_weights: Weights | None = None, *, 
       weights: tensors by the names of `model.layout`, [out, in]; read one at a time.
       draft_weights: tensors of the plan's drafter, if it has any.
     """
+    packed = {name: zeros(buffer.shape, buffer.dtype) for name, buffer in weight_buffers(plan).items()}
+    for stage in stages(plan):
+        pack_stage(plan, stage, weights, draft_weights or {}, core, parts_of(packed, stage))
+    return {name: as_stored(array, plan) for name, array in packed.items()}
+
+
+def pack_drafter(plan: Plan, packed: Arrays, weights: Weights, draft_weights: Weights, *, core: int) -> Arrays:
+    """Adds what the drafter reads to the arrays that were packed for the same plan without a drafter."""
+    (stage,) = (stage for stage in stages(plan) if stage.kind == "draft")
     buffers = weight_buffers(plan)
-    packed = {name: np.zeros(buffer.shape, _NUMPY[buffer.dtype]) for name, buffer in buffers.items()}
-    drafts = _with_target(plan, weights, draft_weights or {})
-    _pack_tape(plan, weights, drafts, core, packed["tape"])
-    if plan.drafter:
-        plan.drafter.pack(plan, drafts, packed, core)
-    _pack_vectors(plan, weights, core, packed)
-    own = weights["model.embed_tokens.weight"][:, core * plan.split.hidden : (core + 1) * plan.split.hidden]
-    packed["embedding"][: plan.config.vocab_size, : own.shape[1]] = own
-    if plan.moe_layers:
-        pack_bank(plan, weights, core, packed["bank_in"], packed["bank_out"])
-    return {name: a.view(np.uint16) if buffers[name].dtype == "uint16" else a for name, a in packed.items()}
+    added = {span.array: zeros(buffers[span.array].shape, buffers[span.array].dtype) for span in stage.spans}
+    if "tape" in added:
+        added["tape"][: plan.draft_start] = packed["tape"].view(added["tape"].dtype)
+    pack_stage(plan, stage, weights, draft_weights, core, parts_of(added, stage))
+    return {**packed, **{name: as_stored(array, plan) for name, array in added.items()}}
+
+
+def zeros(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """An empty array of the packer; dtype as in `memory.Buffer`."""
+    return np.zeros(shape, _NUMPY[dtype])
+
+
+def as_stored(array: np.ndarray, plan: Plan) -> np.ndarray:
+    """A filled array as `memory.weight_buffers` describes it."""
+    return array.view(np.uint16) if array.dtype == _BFLOAT16 and plan.storage == "uint16" else array
+
+
+def parts_of(arrays: Arrays, stage: Stage) -> Arrays:
+    """Views of what a stage fills, by the array's name."""
+    return {span.array: arrays[span.array][span.first : span.first + span.count] for span in stage.spans}
+
+
+def pack_stage(plan: Plan, stage: Stage, weights: Weights, drafts: Weights, core: int, parts: Arrays) -> None:
+    """Fills one core's part of what a stage makes.
+
+    Args:
+      parts: zeros, one array for each span of the stage: the span's entries.
+    """
+    config = plan.config
+    prefix = f"model.layers.{stage.layer}." if stage.layer < config.num_hidden_layers else ""
+    match stage.kind:
+        case "tape":
+            _pack_section(plan, weights, prefix, stage.section, core, parts["tape"])
+        case "vectors":
+            _pack_vectors(plan, weights, stage.layer, core, parts)
+        case "experts":
+            pack_experts(plan, weights, stage.layer, stage.experts, core, parts["bank_in"], parts["bank_out"])
+        case "embedding":
+            width = plan.split.hidden
+            own = weights["model.embed_tokens.weight"][:, core * width : (core + 1) * width]
+            parts["embedding"][: config.vocab_size, : own.shape[1]] = own
+        case "draft" if plan.drafter:
+            shared = _DraftTensors(plan, weights, drafts)
+            if "tape" in parts:
+                _pack_section(plan, shared, "", stage.section, core, parts["tape"])
+            plan.drafter.pack(plan, shared, parts, core)
 
 
 # ---- tape ----
 
 
-def _with_target(plan: Plan, weights: Weights, draft_weights: Weights) -> Weights:
-    """The drafter's tensors and what of the target's it may share."""
-    embedding = weights["model.embed_tokens.weight"]
-    head = embedding if plan.config.tie_word_embeddings else weights["lm_head.weight"]
-    return {**draft_weights, "target.embed_tokens": embedding, "target.lm_head": head}
+class _DraftTensors(dict[str, np.ndarray]):
+    """The drafter's tensors, and what of the target's it may share, which is read when it is asked for."""
+
+    def __init__(self, plan: Plan, weights: Weights, drafts: Weights):
+        super().__init__(drafts)
+        embedding = "model.embed_tokens.weight"
+        head = embedding if plan.config.tie_word_embeddings else "lm_head.weight"
+        self._weights, self._shared = weights, {"target.embed_tokens": embedding, "target.lm_head": head}
+
+    def __missing__(self, name: str) -> np.ndarray:
+        return self._weights[self._shared[name]]
 
 
-def _pack_tape(plan: Plan, weights: Weights, drafts: Weights, core: int, tape: np.ndarray) -> None:
-    block = 0
-    for source, prefix, section in _tape_order(plan, weights, drafts):
-        blocks = plan.section_blocks(section)
-        rows = tape[block : block + blocks].reshape(-1, plan.block_lanes)
-        for matrix in plan.sections[section]:
-            lay_matrix(plan, matrix, _dense_matrix(plan, source, prefix, matrix, core), rows)
-        block += blocks
-    assert block == len(tape), f"{block} blocks packed, {len(tape)} planned"
-
-
-def _tape_order(plan: Plan, weights: Weights, drafts: Weights) -> Iterator[tuple[Weights, str, str]]:
-    *layers, head = program.section_order(plan.config)
-    for i, section in enumerate(layers):
-        yield weights, f"model.layers.{i // 2}.", section
-    yield weights, "", head
-    if "draft" in plan.sections:
-        yield drafts, "", "draft"
+def _pack_section(plan: Plan, weights: Weights, prefix: str, section: str, core: int, blocks: np.ndarray) -> None:
+    rows = blocks.reshape(-1, plan.block_lanes)
+    for matrix in plan.sections[section]:
+        lay_matrix(plan, matrix, _dense_matrix(plan, weights, prefix, matrix, core), rows)
 
 
 def _dense_matrix(plan: Plan, weights: Weights, prefix: str, matrix: Matrix, core: int) -> np.ndarray:
@@ -145,20 +182,18 @@ def lay_matrix(plan: Plan, matrix: Matrix, dense: np.ndarray, rows: np.ndarray) 
 # ---- small vectors ----
 
 
-def _pack_vectors(plan: Plan, weights: Weights, core: int, packed: dict[str, np.ndarray]) -> None:
-    config = plan.config
-
-    def put(layer: int, name: str, vector: np.ndarray) -> None:
+def _pack_vectors(plan: Plan, weights: Weights, layer: int, core: int, parts: Arrays) -> None:
+    named = _layer_vectors if layer < plan.config.num_hidden_layers else _final_vectors
+    for name, vector in named(plan, weights, layer, core):
         table, row = plan.vector_places[name]
         flat = np.asarray(vector, np.float32).reshape(-1)
-        packed[f"{table}_tables"][layer, row, : len(flat)] = flat
+        parts[f"{table}_tables"][0, row, : len(flat)] = flat
 
-    for layer in range(config.num_hidden_layers):
-        for name, vector in _layer_vectors(plan, weights, layer, core):
-            put(layer, name, vector)
-    put(-1, "final_norm", weights["model.norm.weight"])
-    if config.attn_res_block_size:
-        put(-1, "final_mix", _mix_weight(weights, "model.output_attn_res"))
+
+def _final_vectors(plan: Plan, weights: Weights, layer: int, core: int) -> Iterator[tuple[str, np.ndarray]]:
+    yield "final_norm", weights["model.norm.weight"]
+    if plan.config.attn_res_block_size:
+        yield "final_mix", _mix_weight(weights, "model.output_attn_res")
 
 
 def _mix_weight(weights: Weights, stem: str) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,24 +16,32 @@ Weights = Mapping[str, np.ndarray]
 _MINUS_ZERO = 8
 
 
-def pack_bank(plan: Plan, weights: Weights, core: int, bank_in: np.ndarray, bank_out: np.ndarray) -> None:
-    """Fills one core's bank: its part of each of its experts of every MoE layer, in order.
+def pack_experts(
+    plan: Plan,
+    weights: Weights,
+    layer: int,
+    numbers: Sequence[int],
+    core: int,
+    bank_in: np.ndarray,
+    bank_out: np.ndarray,
+) -> None:
+    """Fills one core's parts of some experts of one layer.
 
     Args:
       weights: tensors by the names of `model.layout`.
-      bank_in, bank_out: [experts of all layers, rows, lanes], zeros; see `memory.weight_buffers`.
+      numbers: of the experts among those that a core holds.
+      bank_in, bank_out: [numbers, rows, lanes], zeros; see `memory.weight_buffers`.
     """
     config, split = plan.config, plan.split
     put = _put_bf16 if config.expert_format == "bf16" else _put_mxfp4
     group, part = divmod(core, split.expert_parts)
-    experts = range(group * split.experts, min((group + 1) * split.experts, config.num_experts))
     own = slice(part * split.expert_width, (part + 1) * split.expert_width)
-    moe_layers = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)]
-    for i, layer in enumerate(moe_layers):
-        for j, expert in enumerate(experts):
-            stems = [expert_name(layer, expert, matrix) for matrix in ("w1", "w3", "w2")]
-            entry = i * split.experts + j
-            put(plan, weights, stems, own, bank_in[entry], bank_out[entry])
+    for entry, number in enumerate(numbers):
+        expert = group * split.experts + number
+        if expert >= config.num_experts:
+            break
+        stems = [expert_name(layer, expert, matrix) for matrix in ("w1", "w3", "w2")]
+        put(plan, weights, stems, own, bank_in[entry], bank_out[entry])
 
 
 def _put_bf16(

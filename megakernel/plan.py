@@ -29,7 +29,7 @@ _BLOCK_COST_BYTES, _CUT_COST_BYTES = 8 << 10, 1 << 10
 """Cost of handling one block and one cut of a panel, as bytes of stream: what the search trades against padding."""
 _EXPERT_SHARE = 0.25
 """Part of VMEM for experts on their way, unless a plan asks for a number of slots."""
-_DEEPEST_RING = 64
+_DEEPEST_RING = 32
 """Most blocks in flight: what is fetched while an exchange or the experts keep the tape waiting."""
 _FEW_ROWS = 4
 """Up to so many rows, experts compute just these; beyond, padding to a tile of 8 costs less."""
@@ -83,6 +83,11 @@ class Plan:
     def product_rows(self) -> int:
         """Rows that products compute: the live ones, or the fewest that the target allows."""
         return max(self.target.min_product_rows, self.live_rows)
+
+    @property
+    def wire_rows(self) -> int:
+        """Rows that travel between cores: the live ones, in a tile of as few sublanes as hold them."""
+        return 1 << (self.live_rows - 1).bit_length()
 
     @cached_property
     def head_group(self) -> int:
@@ -310,7 +315,7 @@ def make_plan(
     tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
     _check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights
-    split = _choose_split(config, cores, expert_groups)
+    split = _choose_split(config, cores, expert_groups, sequences * tokens)
     if drafter:
         drafter.check_split(split, target)
     block_rows, block_lanes = block or _choose_block(split, BYTES[weights])
@@ -374,7 +379,7 @@ def _deepest_ring(plan: Plan) -> int:
     return max(2, min(_DEEPEST_RING, free // plan.block_bytes))
 
 
-def _choose_split(config: ModelConfig, cores: int, expert_groups: int | None) -> Split:
+def _choose_split(config: ModelConfig, cores: int, expert_groups: int | None, rows: int) -> Split:
     if isinstance(cores, bool) or not isinstance(cores, int) or cores < 1:
         raise PlanError(f"cores = {cores!r}; expected a positive integer")
     choices = split_choices(config, cores)
@@ -388,7 +393,11 @@ def _choose_split(config: ModelConfig, cores: int, expert_groups: int | None) ->
         )
     if cores > 1 and config.hidden_size % LANES:
         raise PlanError(f"hidden_size = {config.hidden_size} is no multiple of {LANES}: {cores} cores cannot share it")
-    return min(choices, key=lambda split: split.expected_load(1))
+    return min(choices, key=lambda split: split.expected_load(rows) * split.expert_parts * _expert_words(split))
+
+
+def _expert_words(split: Split) -> int:
+    return sum(math.prod(shape) for shape in bank.expert_shapes(split))
 
 
 def _choose_block(split: Split, item_bytes: int) -> tuple[int, int]:

@@ -181,13 +181,16 @@ def _bars(used: Mapping[str, int]) -> Iterator[str]:
 def aot_text(report: AotReport) -> str:
     """The compiler's figures."""
     planned = f"{size(report.vmem_planned)} planned of {size(report.vmem_limit)}"
+    if report.vmem_compiled is not None:
+        planned += f", {size(report.vmem_compiled)} allocated by the compiler"
+    machine = plural(report.cores, "core")
     lines = [
-        f"Compiled for {report.target} by the TPU compiler (JAX {report.jax_version}); no TPU was used",
+        f"Compiled for {machine} of {report.topology} by the TPU compiler (JAX {report.jax_version}); no TPU was used",
         f"  time       {report.lower_seconds:.1f} s to lower, {report.compile_seconds:.1f} s to compile, "
         + ("dump of the schedule included" if report.schedule else "on this machine"),
         f"  VMEM       {planned}: the compiler found room for it",
-        f"  HBM        {size(report.argument_bytes)} of arguments, of which {size(report.alias_bytes)} (caches) are "
-        f"updated in place; {size(report.temp_bytes)} temporary",
+        f"  HBM        {size(report.argument_bytes)} of arguments a core, of which {size(report.alias_bytes)} (caches) "
+        f"are updated in place; {size(report.temp_bytes)} temporary",
         f"  code       {size(report.code_bytes)}",
     ]
     if report.schedule is not None:

@@ -7,19 +7,23 @@ a loop count one turn, and a bundle may wait for a copy or for the matrix unit.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megakernel import memory
 from megakernel.plan import Plan
-from megakernel.vocabulary import piece_count, vocabulary_shape
+from megakernel.schedule_names import name_loops
 
 KERNEL_NAME = "decode_launch"
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?P<mark>[A-Z]{2})?\s*:\s(?P<depth>>*)\s*\{(?P<empty>\})?")
 _COUNTS = re.compile(r"total scheduled bundles:\s*(\d+)")
 _SLOTS_HEAD, _SLOTS_BODY = "== CAPACTIY:", "== UTILIZATION:"  # the first is spelled so in the dump
-_FILTERS = 3  # loops of `phases.sample`: min-p, top-k, top-p
-_PASSES = 4  # and, where the vocabulary has several pieces: temperature, noise, maximum, where it is
+_SCRATCH = re.compile(r"#allocation(\d+) \[.*tag = 'scratch operand'\]")
+_ALLOCATION = re.compile(r"#allocation(\d+)\b")
+_VMEM_DATA = "const DATA ="
 _SPILL, _FILL, _MATRIX = "VSTORE:SPILL", "VLOAD:FILL", "MXU"
 
 
@@ -34,9 +38,12 @@ class Loop:
     A branch back and its delay slot may be counted with the loop outside.
 
     Attributes:
-      name: what the loop is, where the program's shape makes that certain; else "loop".
+      name: what the loop is, where the buffers that it touches make that certain; else "loop".
       bundles: of one turn, inner loops not counted.
       matrix: of them, how many use a matrix unit; spills and fills: vector registers saved to VMEM and read back.
+      turns: in each turn of the loop outside, on average in a step of `plan.live_rows` rows at half the context; a
+        drawn token's loops count none. Unnamed loops count one.
+      touches: how often its own bundles name each buffer of the kernel.
     """
 
     name: str = "loop"
@@ -45,23 +52,23 @@ class Loop:
     spills: int = 0
     fills: int = 0
     inner: list[Loop] = dataclasses.field(default_factory=list)
+    turns: float = 1
+    touches: Counter[str] = dataclasses.field(default_factory=Counter, compare=False)
 
     @property
     def total(self) -> int:
         """Bundles with every inner loop counted for one turn."""
         return self.bundles + sum(loop.total for loop in self.inner)
 
+    @property
+    def executed(self) -> float:
+        """Bundles of one turn with every inner loop counted as often as it turns."""
+        return self.bundles + sum(loop.turns * loop.executed for loop in self.inner)
+
     def walk(self, depth: int = 0) -> Iterator[tuple[int, Loop]]:
         yield depth, self
         for loop in self.inner:
             yield from loop.walk(depth + 1)
-
-    def to_dict(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict) -> Loop:
-        return cls(**{**data, "inner": [cls.from_dict(loop) for loop in data["inner"]]})
 
 
 def read_schedule(folder: Path, plan: Plan) -> Loop:
@@ -73,6 +80,7 @@ def read_schedule(folder: Path, plan: Plan) -> Loop:
     program = parse_bundles(
         _only(folder, f"*{KERNEL_NAME}*[0-9]-final_bundles.txt"),
         _only(folder, f"*{KERNEL_NAME}*-final_hlo-static-per-bundle-utilization.txt"),
+        buffer_numbers(_only(folder, f"*{KERNEL_NAME}*[0-9]-original.txt"), plan),
     )
     counted = _COUNTS.search(_only(folder, f"*{KERNEL_NAME}*-schedule-analysis_final_bundles.txt"))
     if counted is None or int(counted[1]) != program.total:
@@ -82,8 +90,33 @@ def read_schedule(folder: Path, plan: Plan) -> Loop:
     return program
 
 
-def parse_bundles(bundles: str, utilization: str) -> Loop:
-    """Loops of a program from its listing, one line a bundle, and the table of slots used, in the same order."""
+def read_vmem(folder: Path) -> int | None:
+    """Bytes of VMEM that the compiler allocates for the kernel, or None where it wrote no such report."""
+    for report in sorted(folder.glob("*vmem_report.html")):
+        _, found, data = report.read_text().partition(_VMEM_DATA)
+        users = json.JSONDecoder().raw_decode(data.lstrip())[0]["hlo_breakdowns"] if found else {}
+        for name, user in users.items():
+            if name.startswith(KERNEL_NAME):
+                return sum(block["block_size"] for block in user["blocks"])
+    return None
+
+
+def buffer_numbers(program: str, plan: Plan) -> dict[int, str]:
+    """The compiler's numbers of the kernel's buffers: it lists them in the order of `kernel.launch`."""
+    found = [int(line[1]) for line in map(_SCRATCH.search, program.splitlines()) if line]
+    names = [*memory.vmem_buffers(plan), *memory.smem_scratch(plan), *memory.semaphore_counts(plan)]
+    if len(found) != len(names):
+        raise ScheduleError(f"the compiler lists {len(found)} buffers of scratch, the plan {len(names)}")
+    return dict(zip(found, names, strict=True))
+
+
+def parse_bundles(bundles: str, utilization: str, buffers: Mapping[int, str] | None = None) -> Loop:
+    """Loops of a program from its listing, one line a bundle, and the table of slots used, in the same order.
+
+    Args:
+      buffers: name of each buffer by the compiler's number.
+    """
+    buffers = buffers or {}
     names, rows = _slots(utilization)
     program = Loop("program")
     open_loops, number = [program], 0
@@ -106,37 +139,11 @@ def parse_bundles(bundles: str, utilization: str) -> Loop:
         loop.matrix += used[_MATRIX] > 0
         loop.spills += used[_SPILL]
         loop.fills += used[_FILL]
+        loop.touches.update(name for at in _ALLOCATION.findall(line) if (name := buffers.get(int(at))))
         number += 1
     if number != len(rows):
         raise ScheduleError(f"the listing has {number} bundles, the utilization table {len(rows)}")
     return program
-
-
-def name_loops(program: Loop, plan: Plan) -> None:
-    """Names the loops of `kernel.decode_rounds`; leaves names alone where the shape is not the expected one."""
-    if not program.inner:
-        return
-    round_ = max(program.inner, key=lambda loop: loop.total)
-    round_.name = "round"
-    config = plan.config
-    parts = ["write snapshot"]
-    parts += ["KDA"] if config.kda_layers else []
-    parts += ["MLA"] if config.mla_layers else []
-    parts += ["MoE"] if plan.moe_layers else []
-    parts += ["dense"] if plan.moe_layers < config.num_hidden_layers else []
-    parts += ["keep for the drafter"] if plan.drafter and plan.drafter.taps else []
-    layers = [i for i, loop in enumerate(round_.inner) if len(loop.inner) == len(parts)]
-    if len(layers) != 1:
-        return
-    layer = round_.inner[layers[0]]
-    layer.name = "layer"
-    for loop, name in zip(layer.inner, parts, strict=True):
-        loop.name = name
-    after = [loop for outer in round_.inner[layers[0] + 1 :] for _, loop in outer.walk()]
-    several = piece_count(vocabulary_shape(config.vocab_size, plan.split.cores)) > 1
-    draws = [loop for loop in after if len(loop.inner) == _FILTERS + several * _PASSES]
-    if len(draws) == 1:
-        draws[0].name = "draw (if sampled)"
 
 
 def _slots(utilization: str) -> tuple[list[str], list[list[int]]]:

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from megakernel import memory
 from megakernel.backends import Backend
 from megakernel.loading import LoadedModel
-from megakernel.mesh import core_mesh, divided, on_mesh
-from megakernel.pack import pack
+from megakernel.mesh import core_mesh, divided, fetched, on_mesh, replicated
+from megakernel.pack import pack, pack_drafter
 from megakernel.phases import penalty, sample
 from megakernel.plan import Plan
 from megakernel.prefill import prefill_slot
@@ -98,11 +98,11 @@ class Session:
         """
         for request in requests:
             _check_fits(self.plan, request)
-        arrays = _request_arrays(self.plan, requests, self.stop_tokens)
+        arrays = replicated(self.plan, self.mesh, _request_arrays(self.plan, requests, self.stop_tokens))
         run = self._compiled(arrays)
         started = time.perf_counter()
         self.device_results, self.caches = run(self.weights, self.caches, arrays)
-        found = {name: np.asarray(value) for name, value in self.device_results.items()}
+        found = fetched(self.device_results)
         self.decode_seconds += time.perf_counter() - started
         self.launches += 1
         self.steps += int(found["status"][:, memory.TAKEN].max())
@@ -174,14 +174,21 @@ def _packed_weights(
     key = ("packed", plan.split, plan.block_rows, plan.block_lanes, plan.storage, plan.drafter)
     packed_from, arrays = model.derived.get(key, (None, {}))
     if packed_from is not drafts:  # the same kind of drafter with other weights
-        arrays = divided(plan, mesh, lambda core: pack(plan, model.weights, drafts, core=core))
+        arrays = divided(plan, mesh, lambda core: _core_weights(model, plan, drafts, core))
         model.derived[key] = (drafts, arrays)
     return arrays
 
 
+def _core_weights(model: LoadedModel, plan: Plan, drafts: Mapping[str, np.ndarray], core: int) -> dict[str, np.ndarray]:
+    if model.container is None:
+        return pack(plan, model.weights, drafts, core=core)
+    packed = model.container.core_arrays(plan, core)
+    return pack_drafter(plan, packed, model.weights, drafts, core=core) if plan.drafter else packed
+
+
 def _request_arrays(
     plan: Plan, requests: Sequence[SlotRequest | None], stop_tokens: Sequence[int]
-) -> dict[str, jax.Array]:
+) -> dict[str, np.ndarray]:
     arrays = {name: np.zeros(b.shape, b.dtype) for name, b in memory.request_buffers(plan).items()}
     arrays["stop_tokens"][:] = -1
     arrays["stop_tokens"][: len(stop_tokens)] = stop_tokens
@@ -206,7 +213,7 @@ def _request_arrays(
         ints[sample.TOP_K] = request.sampling.top_k
         seed = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32], np.uint32).view(np.int32)
         ints[sample.SEED_LOW], ints[sample.SEED_HIGH] = seed
-    return {name: jnp.asarray(array) for name, array in arrays.items()}
+    return arrays
 
 
 def _fill_penalties(slot: int, request: SlotRequest, arrays: Mapping[str, np.ndarray]) -> None:
@@ -229,6 +236,8 @@ def _blame(model: LoadedModel, layer: int) -> str:
     else:
         prefix, where = "", "the final norm or the LM head"
     message = f"NaN or infinity in {where} of {config.name}"
+    if model.container is not None:
+        return f"{message}; look for damage: python -m megakernel check {model.container.folder}"
     names = [*(name for name in model.weights if name.startswith(prefix)), "model.embed_tokens.weight"]
     try:
         if isinstance(model.weights, Checkpoint):

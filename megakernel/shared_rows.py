@@ -71,14 +71,14 @@ def _tell_everyone(step: Step) -> None:
     exchange = step.cores.exchange
     rows = range(plan.live_rows)
     found = [
-        column([refs.row_tokens[row] for row in rows], plan.rows).astype(jnp.float32),  # below 2 ** 24: exact
-        column([refs.row_logprobs[row] for row in rows], plan.rows),
-        jnp.full((plan.rows, 1), refs.bad_layer[0], jnp.int32).astype(jnp.float32),
+        column([refs.row_tokens[row] for row in rows], plan.wire_rows).astype(jnp.float32),  # below 2 ** 24: exact
+        column([refs.row_logprobs[row] for row in rows], plan.wire_rows),
+        jnp.full((plan.wire_rows, 1), refs.bad_layer[0], jnp.int32).astype(jnp.float32),
     ]
     exchange.start_gather(statistics(*found))
     (pieces,) = exchange.finish()
     for row in rows:
-        piece = pieces[row % plan.split.cores, :, :LANES].astype(jnp.float32)  # [rows, LANES]
+        piece = pieces[row % plan.split.cores, :, :LANES].astype(jnp.float32)  # [wire rows, LANES]
         token, logprob = (scalar_of(statistic(piece, number), row) for number in (0, 1))
         refs.row_tokens[row] = token.astype(jnp.int32)
         refs.row_logprobs[row] = logprob

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megakernel import PlanError, make_plan
-from megakernel.aot import compile_for
+from megakernel.aot import AotReport, compile_for
+from megakernel.phase_bundles import phase_bundles
+from megakernel.plan import Plan
 from megakernel.target import TARGETS, find_target
+from megakernel.topology import find_machine
 from model.config import ModelConfig
 from tests.launching import DATA
 
@@ -47,6 +52,64 @@ def test_a_vocabulary_of_real_size_compiles(penalties: bool) -> None:
     assert max(loop.spills for _, loop in draw.walk()) < 100
 
 
+def on_machine(model: str, machine: str, cores: int | None = None, **knobs: int) -> Plan:
+    target, found = find_machine(machine, cores)
+    return make_plan(ModelConfig.preset(model), target, cores=found, launch_steps=256, **knobs)
+
+
+def compiled_within_vmem(plan: Plan, capsys: pytest.CaptureFixture[str]) -> AotReport:
+    report = compile_for(plan, schedule=True)
+    with capsys.disabled():
+        print(f"\n{plan.config.name}, {plan.sequences} sequences: {report}")
+    assert report.cores == plan.split.cores
+    assert report.vmem_compiled is not None
+    assert report.vmem_compiled <= report.vmem_limit == plan.target.vmem_bytes
+    assert report.argument_bytes <= plan.target.hbm_bytes
+    assert report.schedule is not None
+    assert sum(phase_bundles(report.schedule).values()) == pytest.approx(
+        next(loop for loop in report.schedule.inner if loop.name == "round").executed
+    )
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["tpu7x:1x1x1", "tpu7x:2x2x1"])
+def test_k3_nano_compiles_for_several_cores(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled_within_vmem(on_machine("k3-nano", machine, context=1024), capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["tpu7x:1x1x1", "v6e:2x2", "v5p:2x2x1"])
+def test_kimi_linear_compiles_for_one_host(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled_within_vmem(on_machine("kimi-linear-48b", machine, context=4096), capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [1, 8])
+def test_kimi_k3_compiles_for_sixteen_chips(sequences: int, capsys: pytest.CaptureFixture[str]) -> None:
+    report = compiled_within_vmem(on_machine("kimi-k3", "tpu7x:4x4x1", sequences=sequences, context=4096), capsys)
+    assert report.topology == "tpu7x:4x4x1"
+    assert report.vmem_limit == 64 << 20
+    phases = phase_bundles(report.schedule) if report.schedule else {}
+    assert {"KDA", "MLA", "dense", "MoE", "experts", "LM head", "sampling"} <= set(phases)
+
+
+@pytest.mark.slow
+def test_the_program_does_not_grow_with_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    """93 layers compile to as many bundles as 25, so in the same time."""
+    whole = on_machine("kimi-k3", "tpu7x:4x4x1", context=4096, ring_depth=16)
+    layers = 25
+    config = dataclasses.replace(
+        whole.config, num_hidden_layers=layers, mla_layers=tuple(i for i in whole.config.mla_layers if i < layers)
+    )
+    part = make_plan(config, whole.target, cores=32, launch_steps=256, context=4096, ring_depth=16)
+    block = {"block_rows": whole.block_rows, "block_lanes": whole.block_lanes}
+    part = dataclasses.replace(part, expert_slots=whole.expert_slots, **block)
+    reports = [compiled_within_vmem(plan, capsys) for plan in (part, whole)]
+    totals = [report.schedule.total for report in reports if report.schedule]
+    assert totals[1] == pytest.approx(totals[0], rel=0.1)  # the mix looks at fewer snapshots
+
+
 def test_a_model_with_narrow_heads_is_refused_for_a_tpu_with_the_reason() -> None:
     config = ModelConfig.from_file(DATA / "tiny_stable_mxfp4")
     with pytest.raises(PlanError, match=r"linear_attn_config.head_dim = 32 is not a multiple of the 128 lanes of v7x"):
@@ -56,6 +119,6 @@ def test_a_model_with_narrow_heads_is_refused_for_a_tpu_with_the_reason() -> Non
 @pytest.mark.parametrize("target", GENERATIONS)
 def test_a_model_that_is_too_large_is_refused_with_the_numbers(target: str) -> None:
     with pytest.raises(
-        PlanError, match=r"kimi-k3 on one core of \w+ needs [\d,.]+ MiB of VMEM, [\d,.]+ MiB may be used"
+        PlanError, match=r"kimi-k3 on one core of \w+ needs [\d,.]+ MiB of (VMEM|HBM), [\d,.]+ MiB may be used"
     ):
         make_plan(ModelConfig.preset("kimi-k3"), find_target(target))

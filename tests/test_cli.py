@@ -60,6 +60,7 @@ def run_module(*arguments: str, cwd: Path, **kwargs) -> subprocess.CompletedProc
         (["plan", "k3-nano", "--draft", "ngram", "--sequences", "8", "--draft-tokens", "3"], "need 32 rows"),
         (["plan", "nobody"], "'nobody' is neither a folder nor a known model"),
         (["plan", "k3-nano", "--target", "v9"], "target 'v9' is not known"),
+        (["plan", "k3-nano", "--target", "v6e:2x2", "--cores", "5"], "cores = 5; v6e:2x2 has 4"),
         (["plan", "k3-nano", "--sequences", "17"], "sequences = 17"),
         (["plan", "k3-nano", "--ring-depth", "1"], "ring_depth = 1"),
         (["plan", "k3-nano", "--context", "5000"], "context = 5000"),
@@ -174,7 +175,8 @@ def test_plan_compiles_for_a_tpu_that_is_not_there(capsys):
     pytest.importorskip("libtpu")
     assert main(["plan", "k3-mini", "--target", "v7x", "--compile"]) == 0
     text = capsys.readouterr().out
-    assert "Compiled for v7x by the TPU compiler" in text
+    assert "Compiled for 1 core of tpu7x:1x1x1 by the TPU compiler" in text
+    assert "(predicted; bundles compiled)" in text
     assert re.search(r"\n +round +[\d,]+", text)
     assert re.search(r"\n +MoE +[\d,]+", text)
 
@@ -210,7 +212,9 @@ def test_generate_with_a_drafter_prints_the_same_text(capsys):
 
 
 def test_warnings_are_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("megakernel.__main__.find_target", lambda name: warnings.warn("too slow", stacklevel=1) or CPU)
+    monkeypatch.setattr(
+        "megakernel.__main__.find_machine", lambda *_: warnings.warn("too slow", stacklevel=1) or (CPU, 1)
+    )
     assert main(["plan", "k3-mini"]) == 0
     assert capsys.readouterr().err == "one-launch: too slow\n"
 

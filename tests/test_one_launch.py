@@ -87,9 +87,9 @@ def test_the_kernel_does_not_grow_with_the_depth() -> None:
 
 
 def test_another_snapshot_costs_a_few_equations() -> None:
-    """What does grow with the depth: the mixes read every snapshot."""
+    """What does grow with the depth: three mixes score every snapshot and weigh it, about 50 equations each."""
     more = len(kernel_equations(depth(9, (3, 7, 8), 2))) - len(kernel_equations(depth(9, (3, 7, 8), 3)))
-    assert 0 <= more < 100
+    assert 0 <= more < 3 * 60
 
 
 def test_unrolled_layers_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,13 +113,14 @@ def test_cpu_has_no_floor():
 def test_report_of_the_compiler_names_its_loops():
     program = Loop("program", bundles=10, inner=[Loop("round", bundles=1234, matrix=56, spills=7, fills=8)])
     report = AotReport(
-        model="k3-nano", target="v7x", jax_version="0", lower_seconds=1.0, compile_seconds=2.0, vmem_planned=3 << 20,
+        model="k3-nano", target="v7x", topology="tpu7x:2x2x1", cores=8, jax_version="0",
+        lower_seconds=1.0, compile_seconds=2.0, vmem_planned=3 << 20,
         vmem_limit=64 << 20, hbm_arguments={}, argument_bytes=5 << 20, output_bytes=0, alias_bytes=1 << 20,
-        temp_bytes=0, code_bytes=1024, schedule=program,
+        temp_bytes=0, code_bytes=1024, vmem_compiled=4 << 20, schedule=program,
     )  # fmt: skip
     text = str(report)
-    assert "Compiled for v7x by the TPU compiler" in text
-    assert "3.0 MiB planned of 64.0 MiB" in text
+    assert "Compiled for 8 cores of tpu7x:2x2x1 by the TPU compiler" in text
+    assert "3.0 MiB planned of 64.0 MiB, 4.0 MiB allocated by the compiler" in text
     assert re.search(r"round +1,234 +1,234 +56 +7 +8", text)
 
 

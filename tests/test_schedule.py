@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+from collections import Counter
 
 import pytest
 
-from megakernel import find_target, make_plan
+from megakernel import find_target, make_plan, memory
 from megakernel.aot import AotError, compile_for, launch_arguments, short_reason
-from megakernel.schedule import Loop, ScheduleError, name_loops, parse_bundles, read_schedule
+from megakernel.phase_bundles import phase_bundles
+from megakernel.schedule import Loop, ScheduleError, buffer_numbers, parse_bundles, read_schedule, read_vmem
+from megakernel.schedule_names import expected_experts, name_loops
 from model.config import ModelConfig
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -80,9 +84,19 @@ def test_table_without_the_known_columns_is_refused():
         parse_bundles(BUNDLES, SLOTS.replace("VSTORE:SPILL", "VSTORE"))
 
 
-def dump(folder, counted):
+def listing(plan):
+    """The compiler's list of buffers, from number 2 on."""
+    names = [*memory.vmem_buffers(plan), *memory.smem_scratch(plan), *memory.semaphore_counts(plan)]
+    lines = (
+        f"  #allocation{i} [shape = 's32[1]', space=vmem, tag = 'scratch operand']" for i in range(2, len(names) + 2)
+    )
+    return "\n".join(["  #allocation1 [shape = 'u32[]', space=vmem, tag = 'internal scratch']", *lines]), names
+
+
+def dump(folder, counted, plan=None):
     stem = f"{folder}/17-decode_launch.1"
     for name, text in {
+        "02-original": listing(plan or make_plan(ModelConfig.preset("k3-mini")))[0],
         "70-schedule-analysis_final_bundles": f"Schedule analysis:\n\ttotal scheduled bundles:    {counted}\n",
         "71-final_bundles": BUNDLES,
         "69-final_hlo-static-per-bundle-utilization": SLOTS,
@@ -110,26 +124,105 @@ def test_folder_without_a_dump_is_refused(tmp_path):
         read_schedule(tmp_path, make_plan(ModelConfig.preset("k3-mini")))
 
 
-def filters() -> Loop:
-    return Loop(inner=[Loop(), Loop(), Loop()])
-
-
-def test_loops_are_named_by_their_shape():
+def test_buffers_have_the_numbers_of_the_kernel_s_order():
     plan = make_plan(ModelConfig.preset("k3-mini"))
-    layer = Loop(bundles=9, inner=[Loop() for _ in range(5)])
-    draw = filters()
-    inner = [Loop(), layer, Loop(), Loop(inner=[draw, Loop()]), Loop()]
-    program = Loop("program", inner=[Loop(bundles=20, inner=inner), Loop(bundles=1)])
-    name_loops(program, plan)
+    text, names = listing(plan)
+    assert buffer_numbers(text, plan) == dict(enumerate(names, start=2))
+    with pytest.raises(ScheduleError, match=rf"lists {len(names) - 1} buffers of scratch, the plan {len(names)}"):
+        buffer_numbers(text.rpartition("\n")[0], plan)
+
+
+def test_a_loop_touches_the_buffers_that_its_bundles_name():
+    program = parse_bundles(BUNDLES, SLOTS, {5: "ring", 39: "stream", 54: "ring_done"})
+    (loop,) = program.inner
+    assert program.touches == {"ring_done": 1}
+    assert loop.touches == {"stream": 1}
+    assert loop.inner[0].touches == {"ring": 2}
+
+
+def test_vmem_is_read_from_the_compiler_s_report(tmp_path):
+    assert read_vmem(tmp_path) is None
+    sizes = {"copy.1": (5,), "decode_launch.1": (7, 2)}
+    users = {name: {"blocks": [{"block_size": size} for size in found]} for name, found in sizes.items()}
+    data = json.dumps({"hlo_breakdowns": users})
+    (tmp_path / "1-TLP-85-vmem_report.html").write_text(f"<script>const DATA ={data};</script>")
+    assert read_vmem(tmp_path) == 9
+
+
+def touching(*names, bundles=10, inner=()):
+    return Loop(bundles=bundles, inner=list(inner), touches=Counter(names))
+
+
+def kernel_of_loops():
+    """What the compiler makes of the kernel, in small: 32 cores, 2 sequences."""
+    send = [touching("sent", "received"), touching("sent", "outbox")]
+    pages = touching("queries", inner=[touching("page_done", inner=[touching("page"), touching("fresh")])])
+    kda = touching("ring", "state", inner=[touching("ring", "out_kda_in"), touching("trial_state"), *send])
+    mla = touching("ring", "fresh", inner=[pages, touching("ring", "out_mla_out")])
+    experts = touching("expert_sum", "expert_in_done", inner=[touching("expert_in_done")])
+    moe = touching("ring", "expert_sum", inner=[touching("expert_in_done"), touching("chosen_experts"), experts])
+    dense = touching("ring")
+    layer = touching("stream", bundles=500, inner=[touching("stream", bundles=6), kda, mla, moe, dense])
+    draw = touching("row_logits", inner=[touching("scaled_logits")])
+    sampling = touching("row_tokens", "row_logits", inner=[touching("row_logits"), draw])
+    round_ = touching("out_head", bundles=200, inner=[layer, touching("ring", "out_head"), sampling, *send[:1]])
+    return Loop("program", inner=[touching("current"), round_])
+
+
+@pytest.fixture(scope="module")
+def k3_plan():
+    config = ModelConfig.preset("kimi-k3")
+    return make_plan(config, find_target("v7x"), cores=32, sequences=2, context=4096, launch_steps=256, expert_slots=4)
+
+
+def test_loops_are_named_by_what_they_touch(k3_plan):
+    program = kernel_of_loops()
+    name_loops(program, k3_plan)
+    round_ = program.inner[1]
+    layer, _, sampling, send = round_.inner
+    _, kda, mla, moe, dense = layer.inner
+    assert [loop.name for loop in program.inner] == ["loop", "round"]
+    assert [loop.name for loop in round_.inner] == ["layer", "product head", "sampling", "send"]
     assert [loop.name for loop in layer.inner] == ["write snapshot", "KDA", "MLA", "MoE", "dense"]
-    assert [loop.name for loop in inner] == ["loop", "layer", "loop", "loop", "loop"]
-    assert draw.name == "draw (if sampled)"
+    assert [loop.name for loop in kda.inner] == ["product kda_in", "token", "send", "send"]
+    assert [loop.name for loop in mla.inner] == ["sequence", "product mla_out"]
+    assert [loop.name for loop in moe.inner] == ["start an expert", "find an expert", "expert"]
+    assert sampling.inner[1].name == "draw (if sampled)"
+    assert send.turns == 31
+    assert dense.turns == pytest.approx(1 / 93)
+
+
+def test_loops_turn_as_often_as_the_plan_says(k3_plan):
+    program = kernel_of_loops()
+    name_loops(program, k3_plan)
+    layer = program.inner[1].inner[0]
+    snapshot, kda, mla, moe, _ = layer.inner
+    experts = expected_experts(k3_plan)
+    assert 31 < experts <= 32
+    assert layer.turns * kda.turns == pytest.approx(69)
+    assert layer.turns * moe.turns == pytest.approx(92)
+    assert layer.turns * snapshot.turns == pytest.approx(8)
+    sequence = mla.inner[0]
+    assert (sequence.turns, sequence.inner[0].turns) == (2, 16)
+    assert [loop.turns for loop in moe.inner] == pytest.approx([4, experts - 4, experts])
+    assert layer.executed == pytest.approx(500 + sum(loop.turns * loop.executed for loop in layer.inner))
+
+
+def test_phases_add_up_to_the_round(k3_plan):
+    program = kernel_of_loops()
+    name_loops(program, k3_plan)
+    found = phase_bundles(program)
+    assert sum(found.values()) == pytest.approx(program.inner[1].executed)
+    assert found["ends of a step"] == 200
+    assert found["mix and norm"] == pytest.approx(93 * 500 + 8 * 6)
+    assert found["experts"] == pytest.approx(
+        92 * program.inner[1].inner[0].inner[3].inner[2].executed * expected_experts(k3_plan)
+    )
 
 
 def test_loops_of_another_shape_stay_unnamed():
     plan = make_plan(ModelConfig.preset("k3-mini"))
-    unlike = Loop(bundles=9, inner=[Loop() for _ in range(4)])
-    program = Loop("program", inner=[Loop(bundles=20, inner=[unlike, filters()])])
+    program = Loop("program", inner=[Loop(bundles=20, inner=[Loop(bundles=9, inner=[Loop(), Loop()])])])
     name_loops(program, plan)
     assert {loop.name for _, loop in program.walk()} == {"program", "round", "loop"}
 
@@ -181,7 +274,10 @@ def test_compiler_s_figures_agree_with_the_plan(sequences):
     assert report.vmem_planned == sum(plan.vmem_map.values()) < report.vmem_limit
     assert report.schedule is not None
     names = {loop.name: loop for _, loop in report.schedule.walk()}
-    assert {"round", "layer", "write snapshot", "KDA", "MLA", "MoE", "dense"} <= set(names)
+    assert {"round", "layer", "write snapshot", "KDA", "MLA", "MoE", "dense", "expert"} <= set(names)
+    assert sum(phase_bundles(report.schedule).values()) == pytest.approx(names["round"].executed)
+    assert report.vmem_compiled is not None
+    assert 0.5 * report.vmem_planned < report.vmem_compiled < report.vmem_limit
     assert names["KDA"].matrix > 0
     assert names["write snapshot"].matrix == 0
 

@@ -35,7 +35,7 @@ def choose_slot(config: DSparkConfig, step: Step, slot: Scalar) -> None:
     assert isinstance(step.cores, ManyCores)
     exchange = step.cores.exchange
     own = [_best_of_shard(config, step, slot, sequence) for sequence in range(plan.sequences)]
-    values, tokens = (column(list(found), plan.rows) for found in zip(*own, strict=True))
+    values, tokens = (column(list(found), plan.wire_rows) for found in zip(*own, strict=True))
     exchange.start_gather(statistics(values, tokens.astype(jnp.float32)))  # entries below 2 ** 24 are exact
     (pieces,) = exchange.finish()
     best, token = _best(pieces, 0)

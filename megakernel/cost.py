@@ -1,0 +1,379 @@
+"""A model of a step's time: the phases of `layers` and `kernel`, in their order, on a `Pipeline`.
+
+What it gives is *predicted*. Bytes are exact but for the routed experts, which count as the busiest core is expected to
+read them; copies and exchanges go by the published figures of `rates`; computing takes the bundles of the compiler's
+schedule where one is given, spread over a phase's parts as the estimates say, else the estimates themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from megakernel import memory
+from megakernel.phase_bundles import PHASES, phase_bundles
+from megakernel.pipeline import KINDS, Kind, Pipeline, Span
+from megakernel.plan import BYTES, POSITION_GROUP, Plan
+from megakernel.program import LANES, round_up
+from megakernel.rates import (
+    CHOICE_BUNDLES,
+    EXPERT_BUNDLES,
+    LOGIT_BUNDLES,
+    MIX_BUNDLES,
+    PAGE_BUNDLES,
+    PIECE_BUNDLES,
+    SEND_BUNDLES,
+    STATE_BUNDLES,
+    TILE,
+    Rates,
+    rates_of,
+)
+from megakernel.schedule import Loop
+from megakernel.schedule_names import expected_experts
+
+_REGISTER = 1024  # float32 numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseCost:
+    """One phase over all layers of a step, on one core.
+
+    Attributes:
+      hbm_bytes: from and to HBM; the tape's copies count where they are started.
+      bundles: of the schedule, or estimated.
+      exchanges: how many; sent_bytes: by this core, to all others.
+      seconds: by kind.
+    """
+
+    name: str
+    hbm_bytes: float
+    bundles: float
+    exchanges: int
+    sent_bytes: float
+    seconds: Mapping[Kind, float]
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a step is predicted to take.
+
+    Attributes:
+      compiled: whether bundles are the compiler's; if not, they are estimated.
+      seconds: of a step in the middle of a launch.
+      spans, flights: what the core did in that step and the exchanges in it, times from its begin.
+    """
+
+    plan: Plan
+    rates: Rates
+    position: int
+    compiled: bool
+    seconds: float
+    phases: tuple[PhaseCost, ...]
+    spans: tuple[Span, ...]
+    flights: tuple[Span, ...]
+
+    @property
+    def hbm_bytes(self) -> float:
+        return sum(phase.hbm_bytes for phase in self.phases)
+
+    @property
+    def floor_seconds(self) -> float:
+        """The step's bytes over the memory's peak bandwidth."""
+        return self.hbm_bytes / self.rates.peak_bytes_per_s
+
+    @property
+    def alone(self) -> dict[str, float]:
+        """Seconds of a step if one thing alone took time."""
+        return {
+            "HBM": self.hbm_bytes / self.rates.hbm_bytes_per_s,
+            "computing": sum(phase.bundles for phase in self.phases) / self.rates.clock_hz,
+            "exchanges": sum(flight.end - flight.begin for flight in self.flights),
+        }
+
+    @property
+    def bound(self) -> str:
+        """What would take longest alone."""
+        return max(self.alone, key=lambda name: self.alone[name])
+
+    def by_kind(self, kind: Kind) -> float:
+        return sum(phase.seconds[kind] for phase in self.phases)
+
+
+def predict(
+    plan: Plan, *, schedule: Loop | None = None, position: int | None = None, rates: Rates | None = None
+) -> Cost:
+    """The predicted time of a step.
+
+    Args:
+      schedule: the compiler's, from `compile_for(plan, schedule=True).schedule`.
+      position: of every sequence; default: half the context.
+      rates: other assumptions than `rates_of(plan.target)`.
+
+    Raises:
+      ValueError: nothing is known of the plan's target.
+    """
+    rates = rates or rates_of(plan.target)
+    position = plan.context // 2 if position is None else position
+    estimated = _StepModel(plan, rates, position, {}).run()
+    if schedule is None:
+        return estimated
+    compiled = phase_bundles(schedule)
+    scales = {p.name: compiled[p.name] / p.bundles for p in estimated.phases if p.bundles and p.name in compiled}
+    return dataclasses.replace(_StepModel(plan, rates, position, scales).run(), compiled=True)
+
+
+class _StepModel:
+    """Walks one step as the kernel does. Methods are named like the kernel's functions."""
+
+    def __init__(self, plan: Plan, rates: Rates, position: int, scales: Mapping[str, float]):
+        self.plan, self.rates, self.position, self.scales = plan, rates, position, scales
+        resident = plan.tape_is_resident
+        self.pipe = Pipeline(rates, 0 if resident else plan.ring_depth, 0 if resident else plan.block_bytes)
+        self.bundles = dict.fromkeys(PHASES, 0.0)
+        self.caches = memory.cache_buffers(plan)
+
+    def run(self) -> Cost:
+        """The second of two steps: the first one begins with a full ring and an idle memory."""
+        self.step()
+        begin = self.pipe.start_over()
+        self.bundles = dict.fromkeys(PHASES, 0.0)
+        self.step()
+        pipe = self.pipe
+        phases = (
+            PhaseCost(
+                name,
+                pipe.moved[name],
+                self.bundles[name],
+                pipe.exchanges[name],
+                pipe.sent[name],
+                {kind: pipe.spent[name, kind] for kind in KINDS},
+            )
+            for name in PHASES
+            if self.bundles[name] or pipe.moved[name]
+        )
+        moved = (_moved(pipe.spans, begin), _moved(pipe.flights, begin))
+        return Cost(self.plan, self.rates, self.position, False, pipe.now - begin, tuple(phases), *moved)
+
+    def step(self) -> None:
+        config = self.plan.config
+        self.embed()
+        for layer in range(config.num_hidden_layers):
+            self.read_stream()
+            self.kda_attention() if config.layer_kind(layer) == "kda" else self.mla_attention()
+            self.mix()
+            self.moe_ffn() if config.is_moe(layer) else self.dense_ffn()
+        self.lm_head()
+
+    # ---- phases ----
+
+    def embed(self) -> None:
+        plan = self.plan
+        self.pipe.phase = "ends of a step"
+        self.pipe.read("embedding", plan.live_rows * POSITION_GROUP * plan.split.hidden * BYTES[plan.weights])
+        self.pipe.wait("embedding")
+        self.set_prefix()
+
+    def read_stream(self) -> None:
+        """The vectors of the next layer are on their way while this one runs."""
+        self.pipe.phase = "mix and norm"
+        self.pipe.wait("vectors")
+        tables = (memory.weight_buffers(self.plan)[f"{name}_tables"] for name in self.plan.vector_tables)
+        self.pipe.read("vectors", sum(t.padded_bytes / t.shape[0] for t in tables))
+        self.mix()
+
+    def mix(self) -> None:
+        self.pipe.phase = "mix and norm"
+        entries = self.plan.config.num_snapshots + 1
+        self.vector("mix", MIX_BUNDLES * entries * self.registers(self.plan.config.hidden_size))
+
+    def kda_attention(self) -> None:
+        plan, config, split = self.plan, self.plan.config, self.plan.split
+        self.pipe.phase = "KDA"
+        windows = [name for name in ("states", "conv_tails", "pending_rows") if name in self.caches]
+        for name in windows:
+            self.pipe.read(name, self.layer_bytes(name))
+        self.product("kda_narrow")
+        piece, lows = split.piece(config.kda_head_dim), 1 if config.use_full_rank_gate else 2
+        finish = self.start_gather("low-rank vectors", [piece] * lows)
+        self.product("kda_in")
+        finish()
+        self.product("kda_decay")
+        if not config.use_full_rank_gate:
+            self.product("kda_gate")
+        for name in windows:
+            self.pipe.wait(name)
+        replays = 2 if plan.tokens > 1 else 1
+        state = split.kda_heads * plan.sequences * config.kda_head_dim**2 / _REGISTER
+        self.vector("delta rule", STATE_BUNDLES * replays * plan.tokens * state)
+        for name in windows:
+            self.pipe.write(self.layer_bytes(name))
+        self.product("kda_out")
+        self.own_sum()
+
+    def mla_attention(self) -> None:
+        plan, config = self.plan, self.plan.config
+        self.pipe.phase = "MLA"
+        entry = plan.sequences * plan.latent_lanes * BYTES[plan.activations]
+        self.pipe.read("latest latents", plan.group_positions * entry)
+        self.product("mla_low")
+        finish = self.start_gather("low-rank vectors", [plan.split.piece(plan.split.low_width)])
+        if "mla_in" in plan.matrices:
+            self.product("mla_in")
+        finish()
+        if config.q_lora_rank is not None:
+            self.product("mla_query")
+        self.product("mla_absorb")
+        self.attend(plan.page * plan.latent_lanes * BYTES[plan.activations])
+        self.pipe.wait("latest latents")
+        self.pipe.write(plan.group_positions * entry)
+        self.product("mla_value")
+        self.product("mla_out")
+        self.own_sum()
+
+    def attend(self, page_bytes: float) -> None:
+        """Two pages are on their way at once."""
+        pages = -(-self.position // self.plan.page)
+        for _ in range(self.plan.sequences):
+            for page in range(min(2, pages)):
+                self.pipe.read(f"page {page}", page_bytes)
+            for page in range(pages):
+                self.pipe.wait(f"page {page}")
+                self.vector("attention", PAGE_BUNDLES)
+                if page + 2 < pages:
+                    self.pipe.read(f"page {page + 2}", page_bytes)
+
+    def dense_ffn(self) -> None:
+        self.pipe.phase = "dense"
+        self.product("dense_in")
+        self.product("dense_out")
+        self.own_sum()
+
+    def moe_ffn(self) -> None:
+        plan, config, split = self.plan, self.plan.config, self.plan.split
+        self.pipe.phase = "MoE"
+        self.product("router")
+        exact = 1 if plan.wire == "float32" else 3
+        pieces = [split.piece(config.num_experts)] * exact
+        if config.latent_experts:
+            self.product("latent")
+            pieces.append(split.piece(config.routed_expert_hidden_size))
+        finish = self.start_gather("router and latent", pieces)
+        if config.num_shared_experts:
+            self.product("shared_in")
+        finish()
+        self.vector("route", CHOICE_BUNDLES * config.num_experts_per_token)
+        self.routed_experts(plan.expert_slots, then=lambda: self.product("shared_out"))
+        self.pipe.phase = "MoE"
+        if config.latent_experts:
+            self.sum("routed experts", [config.routed_expert_hidden_size])
+            self.product("routed_up")
+        widths = [config.hidden_size] * (2 if config.num_shared_experts else 1)
+        self.sum("routed and shared", widths, numbers=config.latent_experts)
+        self.set_prefix()
+
+    def routed_experts(self, slots: int, then: Callable[[], None]) -> None:
+        """The busiest core's share; the shared experts' second product runs while the first copies are on their way."""
+        plan, count = self.plan, expected_experts(self.plan)
+        sizes = [min(1.0, count - i) for i in range(-int(-count // 1))]
+        self.pipe.phase = "experts"
+        for i, part in enumerate(sizes[:slots]):
+            self.pipe.read(f"expert {i}", part * plan.expert_bytes)
+        if plan.config.num_shared_experts:
+            self.pipe.phase = "MoE"
+            then()
+            self.pipe.phase = "experts"
+        for i, part in enumerate(sizes):
+            self.pipe.wait(f"expert {i}")
+            self.vector("expert", part * self.expert_bundles())
+            if i + slots < len(sizes):
+                self.pipe.read(f"expert {i + slots}", sizes[i + slots] * plan.expert_bytes)
+
+    def lm_head(self) -> None:
+        plan, config = self.plan, self.plan.config
+        self.read_stream()
+        self.pipe.phase = "LM head"
+        self.product("head")
+        self.pipe.phase = "sampling"
+        cores = plan.split.cores
+        logits = LOGIT_BUNDLES * config.vocab_size / _REGISTER
+        for _ in range(-(-plan.live_rows // cores)) if cores > 1 else ():
+            shard = self.plan.split.vocabulary * 4
+            self.pipe.start_exchange("logits", shard, cores)
+            self.pipe.finish_exchange()
+            self.vector("choose", logits)
+        if cores == 1:
+            self.vector("choose", plan.live_rows * logits)
+        else:
+            self.start_gather("tokens", [9])()
+
+    # ---- what phases are made of ----
+
+    def own_sum(self) -> None:
+        self.sum("sum for the prefix", [self.plan.config.hidden_size])
+        self.set_prefix()
+
+    def set_prefix(self) -> None:
+        self.start_gather("prefix", [self.plan.split.hidden])()
+
+    def start_gather(self, name: str, pieces: Sequence[int]) -> Callable[[], None]:
+        return self._exchange(name, sum(round_up(piece, LANES) for piece in pieces), sides=1)
+
+    def sum(self, name: str, widths: Sequence[int], numbers: bool = False) -> None:
+        lanes = sum(self.plan.split.sum_piece(width) for width in widths) + (3 if numbers else 0)
+        self._exchange(name, round_up(lanes, LANES), sides=2)()
+
+    def _exchange(self, name: str, lanes: int, sides: int) -> Callable[[], None]:
+        plan, cores = self.plan, self.plan.split.cores
+        if cores == 1:
+            return lambda: None
+        handled = PIECE_BUNDLES * cores * self.registers(lanes)
+        self.vector(f"send {name}", SEND_BUNDLES * (cores - 1) + (sides - 1) * handled)
+        self.pipe.start_exchange(name, plan.rows * lanes * BYTES[plan.wire], cores)
+
+        def finish() -> None:
+            self.pipe.finish_exchange()
+            self.vector(f"take {name}", handled)
+
+        return finish
+
+    def product(self, matrix: str) -> None:
+        """A matrix's cuts; blocks are waited for by the first cut that reads them."""
+        cuts = [cut for panel in self.plan.tilings[matrix].panels for cut in panel.cuts]
+        units = min(2, max(1, self.plan.block_lanes // 256))
+        tiles = sum(cut.rows for cut in cuts) * self.plan.block_lanes / TILE / units
+        seconds = self.spend(tiles * self.rates.tile_seconds * self.rates.clock_hz)
+        blocks = sum(cut.first for cut in cuts)
+        for _ in range(blocks):
+            self.pipe.block(seconds / blocks, matrix)
+        if not blocks:
+            self.pipe.compute(seconds, matrix)
+
+    def vector(self, name: str, bundles: float) -> None:
+        self.pipe.compute(self.spend(bundles), name)
+
+    def spend(self, bundles: float) -> float:
+        """Counts bundles of the current phase; their seconds."""
+        scaled = bundles * self.scales.get(self.pipe.phase, 1.0)
+        self.bundles[self.pipe.phase] += scaled
+        return scaled / self.rates.clock_hz
+
+    def registers(self, lanes: int) -> float:
+        return self.plan.rows * lanes / _REGISTER
+
+    def expert_bundles(self) -> float:
+        config, (_, in_lanes), (_, out_lanes) = self.plan.config, *self.plan.expert_shapes
+        weights = config.routed_expert_hidden_size * in_lanes + self.plan.split.expert_width * out_lanes
+        if config.expert_format == "bf16":
+            return weights / TILE * self.rates.tile_seconds * self.rates.clock_hz
+        return EXPERT_BUNDLES * weights / _REGISTER
+
+    def layer_bytes(self, cache: str) -> float:
+        return self.caches[cache].padded_bytes / self.caches[cache].shape[0]
+
+
+def _moved(spans: Sequence[Span], begin: float) -> tuple[Span, ...]:
+    return tuple(dataclasses.replace(s, begin=s.begin - begin, end=s.end - begin) for s in spans)

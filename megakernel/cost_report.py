@@ -1,0 +1,126 @@
+"""The model of time as text: each phase of a step, what bounds it, and how far the model can be trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from megakernel.cost import Cost, predict
+from megakernel.other_kernel import (
+    CORES,
+    GOAL_SECONDS,
+    PUBLISHED_FLOOR_SECONDS,
+    PUBLISHED_SECONDS,
+    PUBLISHED_VERIFY_SECONDS,
+    check_rates,
+)
+from megakernel.pipeline import KINDS
+from megakernel.plan import Plan
+from megakernel.rates import Rates
+from megakernel.report import plural, size
+from megakernel.schedule_names import expected_experts
+from megakernel.split import split_choices
+
+ROWS = tuple(PUBLISHED_SECONDS)
+
+
+def cost_text(cost: Cost) -> str:
+    """Phases, bound, floor, divisions of the experts, assumptions and their check."""
+    parts = (_phases(cost), _divisions(cost.plan), _assumptions(cost), _check(cost.rates))
+    return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
+
+
+def compares(plan: Plan) -> bool:
+    """Whether figures of another kernel were published for this model on these cores."""
+    return (plan.config.name, plan.target.name, plan.split.cores) == ("kimi-k3", "v7x", CORES)
+
+
+def comparison_text(plan_of: Callable[[int], Plan]) -> str:
+    """Predicted steps beside the other kernel's published ones.
+
+    Args:
+      plan_of: rows -> plan with that many sequences.
+    """
+    lines = [
+        "Steps of 1 to 8 rows, in ms (predicted with estimated bundles), beside the other kernel's, as published:",
+        f"  {'rows':<6}{'predicted':>10}{'HBM alone':>11}{'computing':>11}{'exchanges':>11}{'floor':>8}"
+        f"{'goal':>7}{'published':>11}{'its floor':>11}",
+    ]
+    for rows in ROWS:
+        cost = predict(plan_of(rows))
+        goal = f"{GOAL_SECONDS[rows] * 1e3:.1f}" if rows in GOAL_SECONDS else ""
+        own = "".join(f"{seconds * 1e3:>11.2f}" for seconds in cost.alone.values())
+        lines.append(
+            f"  {rows:<6}{cost.seconds * 1e3:>10.2f}{own}{cost.floor_seconds * 1e3:>8.2f}{goal:>7}"
+            f"{PUBLISHED_SECONDS[rows] * 1e3:>11.2f}{PUBLISHED_FLOOR_SECONDS[rows] * 1e3:>11.2f}"
+        )
+    verify = f"{PUBLISHED_VERIFY_SECONDS * 1e3:.1f} ms"
+    lines.append(f"  (8 rows of one sequence, a verification: about {verify} published)")
+    return "\n".join(lines)
+
+
+def _phases(cost: Cost) -> Iterator[str]:
+    kind = "compiled" if cost.compiled else "estimated"
+    yield (
+        f"A step of {plural(cost.plan.live_rows, 'row')} on one core at position {cost.position:,} "
+        f"(predicted; bundles {kind})"
+    )
+    heads = ("from and to HBM", "bundles", "exchanges", "sent", "computing", "for HBM", "for others", "us in all")
+    yield f"  {'':<18}" + "".join(f"{head:>{max(11, len(head) + 2)}}" for head in heads)
+    widths = [max(11, len(head) + 2) for head in heads]
+    for phase in cost.phases:
+        seconds = [phase.seconds[kind] * 1e6 for kind in KINDS]
+        cells = [size(phase.hbm_bytes), f"{phase.bundles:,.0f}", f"{phase.exchanges:,}", size(phase.sent_bytes)]
+        cells += [f"{us:,.1f}" for us in (*seconds, phase.total_seconds * 1e6)]
+        yield f"  {phase.name:<18}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    alone = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in cost.alone.items())
+    yield f"Predicted step: {cost.seconds * 1e3:.2f} ms; bound by {cost.bound} (ms if alone: {alone})"
+    yield (
+        f"Floor: {size(cost.hbm_bytes)} at the peak of {cost.rates.peak_bytes_per_s / 1e9:,.0f} GB/s take "
+        f"{cost.floor_seconds * 1e3:.2f} ms"
+    )
+
+
+def _divisions(plan: Plan) -> Iterator[str]:
+    """Expected bytes of the routed experts on the busiest core, for every way to divide them."""
+    if plan.split.cores == 1 or not plan.moe_layers:
+        return
+    yield "Routed experts of a step on the busiest core, padding included, expected:"
+    yield f"  {'division':<18}" + "".join(f"{plural(rows, 'row'):>12}" for rows in ROWS)
+    for split in split_choices(plan.config, plan.split.cores):
+        division, loads = f"{split.expert_groups} x {split.expert_parts}", ""
+        for rows in ROWS:
+            other = dataclasses.replace(plan, split=split, sequences=rows, tokens=1)
+            loads += f"{size(plan.moe_layers * expected_experts(other) * other.expert_bytes):>12}"
+        chosen = "  chosen" if split == plan.split else ""
+        yield f"  {division:<18}{loads}{chosen}"
+
+
+def _assumptions(cost: Cost) -> Iterator[str]:
+    rates = cost.rates
+    yield "Assumptions (published measurements of others on v7x; see megakernel/rates.py):"
+    yield (
+        f"  HBM to VMEM {rates.hbm_bytes_per_s / 1e9:,.0f} GB/s reached; {rates.clock_hz / 1e9:.2f} GHz, a bundle a "
+        f"cycle" + ("" if cost.compiled else f"; {rates.tile_seconds * 1e9:.0f} ns a tile of 256 x 256 weights")
+    )
+    if cost.plan.split.cores > 1:
+        yield (
+            f"  an exchange {rates.exchange_seconds * 1e6:.1f} us (3.5 to 4.7 were published), and its bytes at "
+            f"{rates.off_chip_bytes_per_s / 1e9:.0f} GB/s to other chips, {rates.sibling_bytes_per_s / 1e9:.0f} to the "
+            "core on the same chip"
+        )
+    yield "  not counted: the latency of a copy from HBM, stalls inside a bundle, cores out of step"
+
+
+def _check(rates: Rates) -> Iterator[str]:
+    """How the same model does on a kernel that was measured."""
+    checks = check_rates(rates)
+    yield "Check: the same model on the other kernel (Kimi K3, 16 chips of v7x), predicted against published:"
+    yield "  " + "; ".join(
+        f"{plural(c.rows, 'row')} {c.predicted * 1e3:.2f} against {c.published * 1e3:.2f} ms ({c.error:+.0%})"
+        for c in checks
+    )
+    yield (
+        f"  It comes out {-max(c.error for c in checks):.0%} to {-min(c.error for c in checks):.0%} too low there; "
+        "expect no better here. No TPU was used."
+    )

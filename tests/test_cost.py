@@ -1,0 +1,174 @@
+"""The model of time: its bytes are the plan's, it moves the right way, and it is checked on another kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+
+from megakernel import find_target, make_plan
+from megakernel.__main__ import main
+from megakernel.cores import exchange_lanes
+from megakernel.cost import Cost, predict
+from megakernel.cost_report import compares, comparison_text, cost_text
+from megakernel.other_kernel import GOAL_SECONDS, PUBLISHED_SECONDS, check_rates
+from megakernel.phase_bundles import PHASES
+from megakernel.pipeline import KINDS
+from megakernel.plan import BYTES, Plan
+from megakernel.rates import rates_of
+from megakernel.schedule import Loop
+from megakernel.schedule_names import expected_experts
+from model.config import ModelConfig
+
+V7X = find_target("v7x")
+K3 = ModelConfig.preset("kimi-k3")
+
+
+@functools.cache
+def k3(rows: int = 1, context: int = 4096, **knobs: int) -> Plan:
+    return make_plan(K3, V7X, cores=32, sequences=rows, context=context, launch_steps=256, **knobs)
+
+
+@functools.cache
+def k3_cost(rows: int = 1, context: int = 4096) -> Cost:
+    return predict(k3(rows, context))
+
+
+def plans() -> list[Plan]:
+    nano, linear = ModelConfig.preset("k3-nano"), ModelConfig.preset("kimi-linear-48b")
+    return [
+        k3(1),
+        k3(8),
+        make_plan(nano, V7X, context=1024, ring_depth=4),
+        make_plan(nano, V7X, cores=4, sequences=3, context=1024),
+        make_plan(linear, V7X, cores=2, context=2048),
+    ]
+
+
+@pytest.mark.parametrize("plan", plans(), ids=lambda plan: f"{plan.config.name}-{plan.split.cores}-{plan.sequences}")
+def test_bytes_are_those_of_the_plan_with_the_experts_that_are_expected(plan: Plan) -> None:
+    experts = plan.moe_layers * expected_experts(plan) * plan.expert_bytes
+    assert predict(plan).hbm_bytes == pytest.approx(sum({**plan.step_bytes, "experts": experts}.values()))
+
+
+@pytest.mark.parametrize("plan", plans(), ids=lambda plan: f"{plan.config.name}-{plan.split.cores}-{plan.sequences}")
+def test_the_step_is_what_its_phases_take_and_no_less_than_anything_alone(plan: Plan) -> None:
+    cost = predict(plan)
+    assert cost.seconds == pytest.approx(sum(phase.total_seconds for phase in cost.phases))
+    assert cost.seconds == pytest.approx(sum(cost.by_kind(kind) for kind in KINDS))
+    assert cost.seconds >= 0.999 * max(cost.alone["HBM"], cost.alone["computing"]) >= cost.floor_seconds * 0.999
+    assert cost.spans[0].begin == 0.0
+    assert cost.spans[-1].end == pytest.approx(cost.seconds)
+    assert all(a.end == pytest.approx(b.begin) for a, b in zip(cost.spans, cost.spans[1:], strict=False))
+
+
+def test_more_rows_and_longer_contexts_take_longer() -> None:
+    seconds = [k3_cost(rows).seconds for rows in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds)
+    assert len(set(seconds)) == 4
+    assert k3_cost(1, 32768).seconds > k3_cost(1).seconds
+    assert predict(k3(1), position=4000).hbm_bytes > predict(k3(1), position=200).hbm_bytes
+
+
+def test_a_deeper_ring_never_takes_longer() -> None:
+    seconds = [predict(k3(ring_depth=depth)).seconds for depth in (2, 8, 32)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_slower_exchanges_take_longer_by_no_more_than_their_number() -> None:
+    rates = rates_of(V7X)
+    slower = predict(k3(), rates=dataclasses.replace(rates, exchange_seconds=rates.exchange_seconds + 1e-6))
+    exchanges = sum(phase.exchanges for phase in slower.phases)
+    assert 0 < slower.seconds - k3_cost().seconds <= exchanges * 1e-6 * 1.001
+
+
+def test_every_exchange_of_the_kernel_is_there_and_none_is_wider_than_its_buffer() -> None:
+    cost = k3_cost()
+    found = {phase.name: phase.exchanges for phase in cost.phases}
+    assert found["KDA"] == 3 * len(K3.kda_layers)
+    assert found["MLA"] == 3 * len(K3.mla_layers)
+    assert found["MoE"] == 4 * cost.plan.moe_layers
+    assert found["dense"] == 2
+    widest = max(
+        phase.sent_bytes / phase.exchanges for phase in cost.phases if phase.name != "sampling" and phase.exchanges
+    )
+    piece = cost.plan.rows * exchange_lanes(cost.plan) * BYTES[cost.plan.wire]
+    assert widest <= 31 * piece
+    assert len(cost.flights) == sum(found.values())
+
+
+def test_one_core_exchanges_nothing_and_a_resident_tape_is_not_read() -> None:
+    cost = predict(make_plan(ModelConfig.preset("k3-mini"), V7X))
+    assert cost.plan.tape_is_resident
+    assert not any(phase.exchanges for phase in cost.phases)
+    assert next(phase for phase in cost.phases if phase.name == "LM head").hbm_bytes == 0
+
+
+def named(name: str, bundles: int, *inner: Loop, turns: float = 1) -> Loop:
+    return Loop(name, bundles=bundles, turns=turns, inner=list(inner))
+
+
+def test_a_schedule_replaces_the_estimates_phase_by_phase() -> None:
+    plan = k3()
+    layer = named("layer", 1000, named("KDA", 50, turns=0.5), named("MoE", 70, named("expert", 10, turns=16)), turns=93)
+    schedule = named("program", 9, named("round", 300, layer, named("product head", 20, turns=7)))
+    cost = predict(plan, schedule=schedule)
+    found = {phase.name: phase.bundles for phase in cost.phases}
+    assert cost.compiled
+    assert found["mix and norm"] == pytest.approx(93_000)
+    assert found["KDA"] == pytest.approx(0.5 * 93 * 50)
+    assert found["MoE"] == pytest.approx(93 * 70)
+    assert found["experts"] == pytest.approx(93 * 160)
+    assert found["LM head"] == pytest.approx(140)
+    assert found["ends of a step"] == pytest.approx(300)
+    assert cost.seconds < k3_cost().seconds
+
+
+def test_phases_are_known_by_name() -> None:
+    assert {phase.name for phase in k3_cost().phases} == set(PHASES)
+
+
+def test_the_other_kernel_comes_out_within_what_the_text_says() -> None:
+    checks = check_rates(rates_of(V7X))
+    assert [check.published for check in checks] == list(PUBLISHED_SECONDS.values())
+    assert all(-0.31 < check.error < 0.05 for check in checks)
+    predicted = [check.predicted for check in checks]
+    assert predicted == sorted(predicted)
+    assert GOAL_SECONDS.keys() <= PUBLISHED_SECONDS.keys()
+
+
+def test_the_text_says_of_which_kind_its_figures_are() -> None:
+    text = cost_text(k3_cost())
+    assert "(predicted; bundles estimated)" in text
+    assert f"Predicted step: {k3_cost().seconds * 1e3:.2f} ms; bound by " in text
+    assert "1 row 3.99 against 4.02 ms (-1%)" in text
+    assert "too low there; expect no better here. No TPU was used." in text
+    assert "measured" not in text.replace("published measurements of others", "").replace("(Kimi K3, 16 chips", "")
+    for phase in k3_cost().phases:
+        assert f"\n  {phase.name} " in text
+    for other in ("1 x 32", "4 x 8", "32 x 1"):
+        assert f"\n  {other} " in text
+
+
+def test_the_table_has_a_line_for_every_published_number_of_rows() -> None:
+    assert compares(k3())
+    assert not compares(plans()[2])
+    lines = comparison_text(k3).splitlines()
+    assert [line.split()[0] for line in lines[2:6]] == ["1", "2", "4", "8"]
+    assert lines[2].split()[1] == f"{k3_cost().seconds * 1e3:.2f}"
+    assert lines[5].split()[-2:] == ["9.25", "2.58"]
+
+
+def test_the_command_line_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "kimi-k3", "--target", "tpu7x:4x4x1", "--rows", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("kimi-k3 on one of 32 cores of v7x\n")
+    assert "A step of 2 rows on one core at position 2,048 (predicted" in text
+    assert "Steps of 1 to 8 rows" in text
+    assert main(["plan", "k3-nano", "--target", "tpu7x:2x2x1", "--cores", "4"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("k3-nano on one of 4 cores of v7x\n")
+    assert "Steps of 1 to 8 rows" not in text
+    assert main(["plan", "k3-nano", "--target", "cpu"]) == 0
+    assert "redicted step" not in capsys.readouterr().out
