@@ -38,7 +38,7 @@ DRAFTER = dataclasses.replace(
     intermediate_size=160, markov_rank=48, shares_embeddings=False,
 )  # fmt: skip
 """Three query heads to a key-value head, widths of one and a quarter tiles, two tiles to sum."""
-ASKS = (Ask([5, 6, 7, 8, 5, 6, 7], 6), Ask([9, 8], 9, SamplingParams(temperature=0.9), 3))
+ASKS = (Ask((5, 6, 7, 8, 5, 6, 7), 6), Ask((9, 8), 9, SamplingParams(temperature=0.9), 3))
 SIZES: dict[str, Any] = {"context": 64, "launch_steps": 32, "page": 16}
 
 
@@ -166,11 +166,12 @@ def on_one() -> tuple[np.ndarray, list[list[int]]]:
 
 
 @functools.cache
-def plain() -> list[list[int]]:
-    return [run(open_session(TARGET, **SIZES), [ask])[0].tokens for ask in ASKS]
+def plain(asks: tuple[Ask, ...] = ASKS, penalties: bool = False) -> list[list[int]]:
+    session = open_session(TARGET, penalties=penalties, **SIZES)
+    return [run(session, [ask])[0].tokens for ask in asks]
 
 
-@pytest.mark.parametrize("cores", [2, 4])
+@pytest.mark.parametrize("cores", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_cores_draft_what_one_core_drafts(cores: int) -> None:
     session, results = launched(TARGET, cores, Logged(DRAFTER), drafter_weights(DRAFTER))
     drafts, tokens = on_one()
@@ -179,14 +180,40 @@ def test_all_cores_draft_what_one_core_drafts(cores: int) -> None:
     assert len(np.unique(drafts)) > 10
 
 
-def test_a_core_that_sums_too_little_drafts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the comparison above is worth: the key-value heads of the wrong core change the drafts, never the tokens."""
+@pytest.mark.slow
+def test_key_value_heads_of_another_core_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change the drafts, never the tokens."""
     monkeypatch.setattr(Share, "kv_holders", property(lambda share: 2))
     session, results = launched(fresh(TARGET), 2, Logged(DRAFTER), drafter_weights(DRAFTER))
     assert [result.tokens for result in results] == plain()
     assert not np.array_equal(logged_drafts(session), on_one()[0])
 
 
+PENALISED = SamplingParams(repetition_penalty=1.8, frequency_penalty=0.5, logit_bias={17: 3.0, 290: 4.0})
+FILTERED = SamplingParams(temperature=1.1, top_k=7, top_p=0.8, min_p=0.05)
+
+
+@pytest.mark.slow
+def test_drafts_obey_penalties_and_bias() -> None:
+    asks = (Ask((5, 6, 7, 8, 5, 6, 7), 8, PENALISED), Ask((9, 8), 8, SamplingParams(temperature=0.9), 3))
+    one, two = (
+        launched(TARGET, cores, Logged(DRAFTER), drafter_weights(DRAFTER), asks, penalties=True) for cores in (1, 2)
+    )
+    assert [result.tokens for result in two[1]] == [result.tokens for result in one[1]] == plain(asks, True)
+    np.testing.assert_array_equal(logged_drafts(two[0]), logged_drafts(one[0]))
+    without, _ = launched(TARGET, 2, Logged(DRAFTER), drafter_weights(DRAFTER), (Ask(asks[0].prompt, 8), asks[1]))
+    assert not np.array_equal(logged_drafts(without)[0], logged_drafts(two[0])[0])
+
+
+@pytest.mark.slow
+def test_drafts_without_the_filters_change_no_token() -> None:
+    asks = (Ask((5, 6, 7, 8, 5, 6, 7), 8, FILTERED, 1), Ask((9, 8), 8, FILTERED, 2))
+    session, results = launched(TARGET, 2, Logged(DRAFTER), drafter_weights(DRAFTER), asks)
+    assert [result.tokens for result in results] == plain(asks)
+    assert logged_drafts(session).any()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("entries", [(37, 310), (200, 5), (383, 380)])
 def test_equal_logits_go_to_the_lowest_entry(entries: tuple[int, int]) -> None:
     """The base logits are zero, and two entries have the same bias: both are the best, or neither is."""
@@ -222,7 +249,7 @@ def test_the_shipped_drafter_is_as_good_on_several_cores(cores: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 def test_simulated_without_races(mode: str) -> None:
-    asks, sizes = [Ask([7, 45, 9], 2)], {"context": 32, "launch_steps": 8, "page": 16, "ring_depth": 3}
+    asks, sizes = [Ask((7, 45, 9), 2)], {"context": 32, "launch_steps": 8, "page": 16, "ring_depth": 3}
     drafter, weights = Logged(DRAFTER), drafter_weights(DRAFTER)
     with watch_races() as races:
         session, results = launched(TARGET, 2, drafter, weights, asks, 2, simulate=mode, **sizes)
