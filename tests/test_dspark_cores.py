@@ -11,7 +11,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from compiling import compile_on
 from launching import needs_nano, random_model, watch_races
 from speculating import Ask, open_session, run
 from test_dspark_kernel import Logged
@@ -19,6 +18,7 @@ from test_pack import unpacked
 from test_speculation import MINI_DRAFTER, drafter_weights
 
 from megakernel import PlanError, find_target, load, make_plan
+from megakernel.aot import compile_for
 from megakernel.loading import LoadedModel
 from megakernel.pack import pack
 from megakernel.session import Session, SlotResult
@@ -265,14 +265,11 @@ def test_kimi_k3_and_its_speculator_compile_for_32_cores(drafts: int, capsys: py
     pytest.importorskip("libtpu")
     knobs = {"drafter": DSparkDrafter(KIMI_K3), "draft_tokens": drafts}
     plan = make_plan(ModelConfig.preset("kimi-k3"), find_target("v7x"), cores=32, **knobs)
-    report = compile_on("tpu7x:4x4x1", plan)
-    assert report["devices"] == 32
+    report = compile_for(plan)
+    assert report.cores == 32
     with capsys.disabled():
-        used, draft = sum(plan.vmem_map.values()), plan.section_blocks("draft") * plan.block_bytes
-        print(
-            f"\nkimi-k3 with {drafts} drafts: compiled in {report['compile_seconds']:.0f} s; of each core VMEM "
-            f"{used / 2**20:.1f} MiB planned, {draft / 2**20:.1f} MiB of tape for the drafter"
-        )
+        draft = plan.section_blocks("draft") * plan.block_bytes / 2**20
+        print(f"\nkimi-k3 with {drafts} drafts, {draft:.1f} MiB of tape for the drafter on each core; {report}")
 
 
 # ---- refusals ----
