@@ -236,7 +236,8 @@ def dense_ffn(step: Step, section: Scalar, x: jax.Array) -> jax.Array:
 def moe_ffn(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array) -> jax.Array:
     """Routed experts plus shared experts; `moe_layer` counts MoE layers.  # [rows, hidden] -> [rows, own hidden] f32
 
-    The shared experts compute while the router's logits are gathered and while the routed experts' sum is.
+    The shared experts compute while the router's logits are gathered; their second half while the routed experts' sum
+    is, or, where there is nobody to wait for, while the routed experts' copies run.
     """
     plan, refs, config = step.plan, step.refs, step.plan.config
     assert step.experts is not None
@@ -256,6 +257,7 @@ def moe_ffn(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array) -> jax
     )
     expert_input = latent[0][:, : config.routed_expert_hidden_size] if latent else x
     refs.expert_input[...] = expert_input.astype(plan.activations)
+    shared = _shared_out(step, section, hidden) if plan.split.cores == 1 else None
     experts_phase.run_experts(
         plan,
         count,
@@ -267,13 +269,22 @@ def moe_ffn(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array) -> jax
         refs.expert_sum,
     )
     routed = refs.expert_sum[:, : config.routed_expert_hidden_size] + route.poison(plan, logits, bias)
-    return _routed_and_shared(step, section, routed, hidden)
+    return _routed_and_shared(step, section, routed, shared, hidden)
 
 
-def _routed_and_shared(step: Step, section: Scalar, routed: jax.Array, hidden: jax.Array | None) -> jax.Array:
-    """Sums over cores what the routed experts and the shared ones give.
+def _shared_out(step: Step, section: Scalar, hidden: jax.Array | None) -> jax.Array | None:
+    """Down projection of the shared experts, if any.  # [rows, own width] f32 -> [rows, hidden] f32, partial"""
+    if hidden is None:
+        return None
+    return step.take_unrounded(step.linear(section, hidden, "shared_out"), "shared_out", "out")
 
-    routed: [rows, >= latent] f32, partial; hidden: [rows, own shared width] f32 -> [rows, own hidden] f32
+
+def _routed_and_shared(
+    step: Step, section: Scalar, routed: jax.Array, shared: jax.Array | None, hidden: jax.Array | None
+) -> jax.Array:
+    """Sums over cores what the routed experts and the shared ones give; `hidden` is what the latter still have to do.
+
+    routed: [rows, >= latent] f32; shared: [rows, hidden] f32, both partial -> [rows, own hidden] f32
 
     The norm between the routed experts and their up projection is one factor a row, and a factor goes through a
     product: it is applied to the sums, so that its sum of squares travels with them and costs no exchange of its own.
@@ -282,9 +293,8 @@ def _routed_and_shared(step: Step, section: Scalar, routed: jax.Array, hidden: j
     squares: jax.Array | None = None
     if config.latent_experts:
         step.cores.start_sum([routed])
-    shared: jax.Array | None = None
-    if hidden is not None:
-        shared = step.take_unrounded(step.linear(section, hidden, "shared_out"), "shared_out", "out")
+    if shared is None:
+        shared = _shared_out(step, section, hidden)
     if config.latent_experts:
         (latent,) = step.cores.finish_sum()
         latent = rounded(plan, latent)  # [rows, own latent] f32

@@ -125,12 +125,13 @@ def _phases_before(plan: Plan, matrix: str) -> tuple[str, ...]:
 
 
 def _phases_after(plan: Plan, matrix: str) -> tuple[str, ...]:
-    """Routing follows the first half of the shared experts, the routed experts follow the second, if there are any."""
+    """Routing follows the first half of the shared experts, if there are any. The routed experts follow the second on
+    one core, and come before it on several."""
     names = [found.name for found in plan.sections.get("moe", ())]
     if matrix not in names:
         return ()
     logits_gathered = [name for name in names if name in ("router", "latent", "shared_in")][-1]
-    shared_done = "shared_out" if "shared_out" in names else logits_gathered
+    shared_done = "shared_out" if "shared_out" in names and plan.split.cores == 1 else logits_gathered
     phases = ("route",) if matrix == logits_gathered else ()
     return (*phases, "experts") if matrix == shared_done else phases
 

@@ -142,7 +142,7 @@ def test_plan_passes_its_options_on(capsys):
     plan = make_plan(
         ModelConfig.preset("k3-nano"), find_target("v6e"), sequences=8, context=1024, ring_depth=5, expert_slots=3
     )
-    assert "8 sequences in a tile of 16 rows; 1,024 positions" in text
+    assert "8 sequences in a tile of 8 rows; 1,024 positions" in text
     assert f"streamed: 5 blocks in flight ({size(5 * plan.block_bytes)})" in text
     assert "3 slots" in text
     assert f"VMEM: {size(sum(plan.vmem_map.values()))} of 128.0 MiB" in text

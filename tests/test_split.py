@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megakernel import PlanError, find_target, make_plan
+from megakernel.bank import expert_shapes
 from megakernel.program import LANES
 from megakernel.report import busiest_weight_bytes, even_weight_bytes
 from megakernel.split import Split, split_choices
@@ -108,11 +109,19 @@ def test_expected_load_counts_distinct_experts() -> None:
 @pytest.mark.parametrize(("config", "cores"), [(MINI, 4), (NANO, 4), (K3, 32)], ids=["k3-mini", "k3-nano", "kimi-k3"])
 def test_the_plan_divides_so_that_the_busiest_core_reads_least(config: ModelConfig, cores: int) -> None:
     plan = make_plan(config, find_target("v7x"), cores=cores)
-    loads = {split.expert_groups: split.expected_load(1) for split in split_choices(config, cores)}
+    loads = {
+        split.expert_groups: split.expected_load(1) * split.expert_parts * entry_words(split)
+        for split in split_choices(config, cores)
+    }
     assert plan.split.expert_groups == min(loads, key=loads.__getitem__)
     for groups in loads:
         other = make_plan(config, find_target("v7x"), cores=cores, expert_groups=groups, expert_slots=1)
         assert other.split == Split(config, cores, groups)
+
+
+def entry_words(split: Split) -> int:
+    """Words of one core's part of an expert, with the padding of the bank."""
+    return sum(rows * lanes for rows, lanes in expert_shapes(split))
 
 
 @pytest.mark.parametrize(
