@@ -85,7 +85,8 @@ def test_the_speculator_of_kimi_k3_is_near_an_even_share() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_parts_of_all_cores_are_the_drafter(cores: int, shared: bool) -> None:
     config = dataclasses.replace(DRAFTER, shares_embeddings=shared, hidden_size=128 if shared else 256)
-    tensors, target = drafter_weights(config), random_model("k3-mini", moe_intermediate_size=192)
+    target = random_model("k3-mini", moe_intermediate_size=192)
+    tensors = {name: bfloat16(tensor) for name, tensor in drafter_weights(config).items()}  # as in a checkpoint
     drafter = DSparkDrafter(dataclasses.replace(config, tap_layers=(1, 3)))
     plan = make_plan(target.config, cores=cores, context=64, drafter=drafter)
     packed = [pack(plan, target.weights, tensors, core=core) for core in range(cores)]
@@ -113,12 +114,15 @@ def test_the_parts_of_all_cores_are_the_drafter(cores: int, shared: bool) -> Non
         ("draft_embedding", tensors[table], plan.split.sum_piece(config.hidden_size)),
         ("draft_markov_w2", tensors["markov_head.markov_w2.weight"].T, plan.split.vocabulary),
     ):
-        own = [arrays[name].view(ml_dtypes.bfloat16)[:, :width] for arrays in packed]
+        own = [values(arrays[name])[:, :width] for arrays in packed]
         check_whole(np.concatenate(own, axis=1), bfloat16(tensor))
     for arrays in packed:
-        check_whole(
-            arrays["draft_markov_w1"].view(ml_dtypes.bfloat16), bfloat16(tensors["markov_head.markov_w1.weight"])
-        )
+        check_whole(values(arrays["draft_markov_w1"]), bfloat16(tensors["markov_head.markov_w1.weight"]))
+
+
+def values(stored: np.ndarray) -> np.ndarray:
+    """What an array of weights holds, whether kept as bits of bfloat16 or widened."""
+    return stored.view(ml_dtypes.bfloat16) if stored.dtype == np.uint16 else stored
 
 
 def bfloat16(tensor: np.ndarray) -> np.ndarray:
