@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import os
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _generate(options: argparse.Namespace) -> None:
+    _make_cpu_devices(options.cores)
     numbers = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingParams)}
     sampling = SamplingParams(**numbers | {"logit_bias": dict(options.logit_bias or ())})
     seed = secrets.randbits(32) if options.seed is None else options.seed
@@ -84,6 +86,7 @@ def _generate(options: argparse.Namespace) -> None:
         backend=options.backend,
         draft=options.draft,
         draft_tokens=options.draft_tokens,
+        cores=options.cores,
     )
     _note(f"{model.config.name}, backend {backend.name}, seed {seed}; the first run compiles, which takes seconds")
     if sys.stdout.isatty():
@@ -92,9 +95,17 @@ def _generate(options: argparse.Namespace) -> None:
     if options.logprobs:
         _print_logprobs(model, done)
     plan = None
-    if backend.name != "reference" and options.draft == "none":  # a round with drafts reads the weights for many tokens
+    # With drafts a round reads the weights for many tokens; with several cores each reads its own.
+    if backend.name != "reference" and options.draft == "none" and options.cores == 1:
         plan = plan_for(model, backend, make_jobs(model, prompt, options.max_new_tokens, sampling, seed)[0])
     _note(f"{done.summary}{_speed(plan, done.rate)}")
+
+
+def _make_cpu_devices(cores: int) -> None:
+    """Virtual devices for several cores, where JAX has not been used yet; a TPU has its own."""
+    if cores > 1:
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", cores)
 
 
 @dataclasses.dataclass
@@ -281,6 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, help="0 to 2**64 - 1; the same seed gives the same text again")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
     _add_draft_options(generate)
+    generate.add_argument("--cores", type=int, default=1, metavar="N", help="cores that share the model (%(default)s)")
     generate.add_argument("--backend", choices=NAMES, default="auto", help="where to run (%(default)s)")
     generate.add_argument("--logprobs", action="store_true", help="list each token's log-probability at the end")
     generate.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="show text as it comes")

@@ -218,7 +218,8 @@ def check_plan(folder: Path, manifest: Manifest, plan: Plan) -> None:
         asked = ", ".join(f"{name} = {wanted_layout[name]}" for name in others)
         raise ContainerError(
             f"{folder}: packed for {packed_for}; the plan has {asked}. Use it with cores={manifest.cores}, "
-            f"or pack the checkpoint again: {_PACK} MODEL OUT --cores {plan.split.cores}"
+            f"or pack the checkpoint again: {_PACK} MODEL OUT --cores {plan.split.cores} "
+            f"--target {plan.target.name}"
         )
     for name, buffer in weight_buffers(without_drafter(plan)).items():
         found = manifest.arrays.get(name)

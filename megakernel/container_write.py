@@ -127,17 +127,23 @@ def _begin(folder: Path, plan: Plan, model: LoadedModel) -> Manifest:
             other = "another checkpoint" if found.source != manifest.source else "another release"
             raise ContainerError(f"{folder}: begun with {other} of this configuration; choose another folder")
         return found
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(not _begun(path) for path in folder.iterdir())):
         raise ContainerError(f"{folder}: expected a container to go on with, an empty folder, or nothing")
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model.weights, Checkpoint):
         for name in TOKENIZER_FILES:
             if (model.weights.folder / name).is_file():
                 shutil.copyfile(model.weights.folder / name, folder / name)
+    # The manifest comes last: where it is, everything above is.
     partial = folder / f".{MANIFEST}.{os.getpid()}"
     partial.write_text(manifest.to_json())
     partial.replace(folder / MANIFEST)
     return manifest
+
+
+def _begun(path: Path) -> bool:
+    """Whether a run that was killed before its manifest, or another host, may have left this file."""
+    return path.name in TOKENIZER_FILES or path.name.startswith(f".{MANIFEST}.")
 
 
 def _check_room(folder: Path, needed: int) -> None:
@@ -218,9 +224,11 @@ class _CoreWriter:
         return any(span not in self._done for span in stage.spans)
 
     def write(self, stage: Stage, parts: Mapping[str, np.ndarray]) -> int:
-        """Writes a stage's pieces; returns their bytes."""
+        """Writes those of a stage's pieces that are not there yet; returns their bytes."""
         written = 0
         for span in stage.spans:
+            if span in self._done:
+                continue
             data = memoryview(parts[span.array].reshape(-1).view(np.uint8))  # type: ignore[arg-type]
             self._write_at(span, data)
             self._finished[span] = digest_of(iter([data]))
@@ -232,29 +240,29 @@ class _CoreWriter:
         if not self._finished:
             return
         for name in {span.array for span in self._finished}:
-            with self._disk_errors(name):
+            with self._disk_errors(array_file(self._folder, self.core, name)):
                 os.fsync(self._files[name].fileno())
-        self._journal.write(b"".join(_line(span, digest) for span, digest in self._finished.items()))
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
+        with self._disk_errors(core_folder(self._folder, self.core) / JOURNAL):
+            self._journal.write(b"".join(_line(span, digest) for span, digest in self._finished.items()))
+            self._journal.flush()
+            os.fsync(self._journal.fileno())
         self._done |= self._finished
         self._finished = {}
 
     def _write_at(self, span: Span, data: memoryview) -> None:
         at = span.first * self._manifest.arrays[span.array].entry_bytes
-        with self._disk_errors(span.array):
+        with self._disk_errors(array_file(self._folder, self.core, span.array)):
             while data:
                 count = os.pwrite(self._files[span.array].fileno(), data, at)
                 data, at = data[count:], at + count
 
     @contextmanager
-    def _disk_errors(self, array: str) -> Iterator[None]:
+    def _disk_errors(self, file: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            file = array_file(self._folder, self.core, array)
             raise ContainerError(
                 f"{file}: the disk is full: {shutil.disk_usage(self._folder).free:,} bytes free, "
                 f"{self.missing_bytes:,} still to be written for core {self.core}; make room and pack again, "

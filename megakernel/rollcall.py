@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 _RETRY_S = 0.2
 _ANSWER_SLACK_S = 10
+_PATIENCE_S = 2.0
 """A host that has connected waits so much longer than its own time-out for host 0, which may have started later."""
 
 
@@ -94,7 +95,7 @@ def _next_caller(listener: socket.socket, deadline: float) -> tuple[socket.socke
             caller, _ = listener.accept()
         except TimeoutError:
             break
-        caller.settimeout(max(left, _RETRY_S))
+        caller.settimeout(_PATIENCE_S)  # a host says who it is at once; whoever is silent must not keep others out
         found = _receive(caller)
         if found.keys() == {"host", "hosts"}:
             return caller, found

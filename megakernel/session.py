@@ -171,7 +171,10 @@ def _check_fits(plan: Plan, request: SlotRequest | None) -> None:
 def _packed_weights(
     model: LoadedModel, plan: Plan, mesh: Mesh, drafts: Mapping[str, np.ndarray]
 ) -> dict[str, jax.Array]:
-    key = ("packed", plan.split, plan.block_rows, plan.block_lanes, plan.storage, plan.drafter)
+    own = plan.drafter if "draft" in plan.sections or (plan.drafter and plan.drafter.weights(plan)) else None
+    if own is None:  # a drafter without weights shares the model's arrays with plain decoding
+        plan, drafts = dataclasses.replace(plan, drafter=None), _NO_DRAFTS
+    key = ("packed", plan.split, plan.block_rows, plan.block_lanes, plan.storage, own)
     packed_from, arrays = model.derived.get(key, (None, {}))
     if packed_from is not drafts:  # the same kind of drafter with other weights
         arrays = divided(plan, mesh, lambda core: _core_weights(model, plan, drafts, core))

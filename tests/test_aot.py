@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from launching import DATA
 
 from megakernel import PlanError, make_plan
 from megakernel.aot import AotReport, compile_for
@@ -13,7 +14,6 @@ from megakernel.plan import Plan
 from megakernel.target import TARGETS, find_target
 from megakernel.topology import find_machine
 from model.config import ModelConfig
-from tests.launching import DATA
 
 GENERATIONS = [name for name, target in TARGETS.items() if target.topology]
 
@@ -50,6 +50,22 @@ def test_a_vocabulary_of_real_size_compiles(penalties: bool) -> None:
     assert report.schedule is not None
     (draw,) = (loop for _, loop in report.schedule.walk() if loop.name == "draw (if sampled)")
     assert max(loop.spills for _, loop in draw.walk()) < 100
+
+
+@pytest.mark.slow
+def test_folded_panels_with_empty_shares_compile() -> None:
+    """A block may cut a folded panel whose last share ends above the cut; the compiler knows no empty array."""
+    config = dataclasses.replace(ModelConfig.preset("k3-mini"), name="wide", hidden_size=384)
+    plan = make_plan(config, find_target("v7x"), context=64)
+    empty = [
+        part * sum(cut.rows for cut in panel.cuts) + cut.k >= tiling.k_padded
+        for tiling in plan.tilings.values()
+        for panel in tiling.panels
+        for part in range(1, -(-tiling.k_padded // sum(cut.rows for cut in panel.cuts)))
+        for cut in panel.cuts
+    ]
+    assert any(empty)
+    compile_for(plan)
 
 
 def on_machine(model: str, machine: str, cores: int | None = None, **knobs: int) -> Plan:

@@ -287,6 +287,29 @@ def test_a_killed_run_is_gone_on_from(tmp_path: Path) -> None:
     assert write_container(tmp_path, plan, model)[1] == 0
 
 
+def test_a_journal_torn_between_the_pieces_of_a_stage_mends(tmp_path: Path) -> None:
+    """The two arrays of an expert batch are one stage: only the one that is missing is written, and once."""
+    model = random_model()
+    plan = plan_of(model, 1)
+    write_container(tmp_path, plan, model)
+    journal = tmp_path / "core-000" / "pieces.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    last = next(i for i, line in enumerate(lines) if b"bank_in" in line)
+    journal.write_bytes(b"".join(lines[: last + 1]) + b'["bank_ou')
+    assert write_container(tmp_path, plan, model)[1] > 0
+    for _ in range(2):
+        assert write_container(tmp_path, plan, model)[1] == 0
+        assert_packed(tmp_path, plan, model)
+
+
+def test_a_run_killed_before_its_manifest_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_bytes(b"half")
+    (tmp_path / ".container.json.4711").write_text("{")
+    plan = plan_of(random_model(), 1)
+    write_container(tmp_path, plan, random_model())
+    check_container(tmp_path)
+
+
 def test_a_full_disk_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, usage = random_model(), shutil.disk_usage(tmp_path)
     plan = plan_of(model, 2)

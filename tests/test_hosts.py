@@ -167,6 +167,22 @@ def test_strangers_are_left_waiting() -> None:
     assert together(lambda: roll_call(address, 2, 0, 20), stranger, late) == [None] * 3
 
 
+def test_a_silent_stranger_keeps_nobody_out() -> None:
+    """A connection that is opened and says nothing, as a port scanner's."""
+    address = free_address()
+
+    def stranger() -> None:
+        time.sleep(0.3)
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))):
+            time.sleep(6)
+
+    def late() -> None:
+        time.sleep(0.6)
+        roll_call(address, 2, 1, 20)
+
+    assert together(lambda: roll_call(address, 2, 0, 20), stranger, late) == [None] * 3
+
+
 @pytest.mark.parametrize(
     ("coordinator", "hosts", "host", "message"),
     [

@@ -123,10 +123,12 @@ def _inputs(plan: Plan, tiling: Tiling, panel: Panel, cut: Cut, group: Scalar | 
     parts = []
     for part in range(-(-tiling.k_padded // size)):
         k = part * size + cut.k
-        have = max(0, min(cut.rows, tiling.k_padded - k))
-        start = group * tiling.k_padded + k
-        inputs = operand[:rows, lanes(start, have)] if have else jnp.zeros((rows, 0), operand.dtype)
-        parts.append(jnp.pad(inputs, ((0, 0), (0, cut.rows - have))))
+        have = min(cut.rows, tiling.k_padded - k)
+        if have > 0:
+            inputs = operand[:rows, lanes(group * tiling.k_padded + k, have)]
+            parts.append(jnp.pad(inputs, ((0, 0), (0, cut.rows - have))) if have < cut.rows else inputs)
+        else:
+            parts.append(jnp.zeros((rows, cut.rows), operand.dtype))
     return jnp.concatenate(parts, axis=0) if panel.fold > 1 else parts[0]
 
 
