@@ -106,7 +106,7 @@ def layout_of(plan: Plan) -> dict[str, Any]:
         "expert_groups": plan.split.expert_groups,
         "block": [plan.block_rows, plan.block_lanes],
         "weights": plan.weights,
-        "fp4_as": plan.target.fp4_as,
+        "fp4_as": plan.target.fp4_as if plan.config.expert_format == "mxfp4" else None,
     }
 
 

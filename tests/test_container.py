@@ -210,7 +210,7 @@ def test_each_tensor_is_read_once_for_all_cores(tmp_path: Path) -> None:
 def test_memory_is_bounded_by_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of the largest stage and some copies of one core's piece, not a core's arrays."""
     monkeypatch.setattr(staging, "EXPERT_STAGE_BYTES", 1 << 20)
-    model = random_model(num_experts=64, routed_expert_hidden_size=256, moe_intermediate_size=256, vocab_size=4096)
+    model = random_model(num_experts=128, routed_expert_hidden_size=256, moe_intermediate_size=256, vocab_size=4096)
     plan = plan_of(model, 2)
     arrays = sum(buffer.bytes for buffer in weight_buffers(plan).values())
     tensors = Counted(model.weights)
@@ -434,7 +434,16 @@ def test_a_session_reads_a_container_core_by_core(whole: Path) -> None:
     np.testing.assert_array_equal(found.logits, expected.logits)
 
 
-def test_bytes_on_disk_are_the_same_for_every_target_with_these_weights(whole: Path) -> None:
-    """A CPU's "uint16" holds the bits of a TPU's bfloat16."""
+def test_the_codes_of_experts_lie_as_the_target_takes_them(whole: Path) -> None:
+    """Arrays of equal shapes with other bytes: a container for a CPU would make a TPU decode nonsense."""
     plan = make_plan(ModelConfig.preset("k3-mini"), find_target("v7x"), cores=2, context=64)
-    assert open_container(whole).core_arrays(plan, 1)["tape"].dtype == ml_dtypes.bfloat16
+    with pytest.raises(ContainerError, match=r"packed for fp4_as = float32; the plan has .* --target v7x"):
+        open_container(whole).core_arrays(plan, 1)
+
+
+def test_without_such_codes_every_target_reads_the_same_bytes(tmp_path: Path) -> None:
+    """A CPU's "uint16" holds the bits of a TPU's bfloat16."""
+    model = random_model(expert_format="bf16")
+    packed_by(tmp_path, model, 2)
+    plan = make_plan(model.config, find_target("v7x"), cores=2, context=64)
+    assert open_container(tmp_path).core_arrays(plan, 1)["tape"].dtype == ml_dtypes.bfloat16
