@@ -15,9 +15,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from megakernel import Plan, find_target, make_plan
 from megakernel.memory import weight_buffers
-from megakernel.pack_experts import pack_bank, pack_mxfp4
+from megakernel.pack_experts import pack_experts, pack_mxfp4
 from megakernel.phases.experts import expert_output
 from megakernel.phases.mxfp4 import decode_mxfp4, mxfp4_dot
+from megakernel.split import Split
 from megakernel.target import TARGETS
 from model.config import ModelConfig
 from model.layout import expert_name
@@ -183,10 +184,10 @@ def test_an_expert_from_the_bank_against_float64(target: str, latent: int, inner
         plan = plan_for(target, rows, config, activations)
         arrays = {name: weight_buffers(plan)[name] for name in ("bank_in", "bank_out")}
         bank_in, bank_out = (np.zeros(array.shape, np.uint32) for array in arrays.values())
-        pack_bank(plan, weights, bank_in, bank_out)
+        layer = next(i for i in range(config.num_hidden_layers) if config.is_moe(i))
+        pack_experts(plan, weights, layer, range(config.num_experts), 0, bank_in, bank_out)
         x = np.random.default_rng(rows).normal(size=(plan.expert_rows, latent))
         x = np.asarray(jnp.asarray(x, activations).astype(jnp.float32)).astype(np.float64)
-        layer = next(i for i in range(config.num_hidden_layers) if config.is_moe(i))
         for expert in (0, 3):
             stems = [expert_name(layer, expert, matrix) for matrix in ("w1", "w3", "w2")]
             matrices = (
@@ -202,10 +203,9 @@ def test_an_expert_from_the_bank_against_float64(target: str, latent: int, inner
 @pytest.mark.parametrize("parts", [1, 2, 4, 8, 16])
 def test_an_expert_of_kimi_k3_wastes_little_memory(parts: int) -> None:
     """Bytes in HBM, tiles and all, against 4 bits a weight and 8 bits for 32 of them."""
-    whole = ModelConfig.preset("kimi-k3")
-    config = dataclasses.replace(whole, moe_intermediate_size=whole.moe_intermediate_size // parts)
-    plan = dataclasses.replace(plan_for("v7x"), config=config)
-    weights = 3 * config.moe_intermediate_size * config.routed_expert_hidden_size
+    config = ModelConfig.preset("kimi-k3")
+    plan = dataclasses.replace(plan_for("v7x"), config=config, split=Split(config, parts))
+    weights = 3 * config.moe_intermediate_size // parts * config.routed_expert_hidden_size
     padded = sum(weight_buffers(plan)[name].padded_bytes for name in ("bank_in", "bank_out"))
     assert padded == plan.expert_bytes * plan.moe_layers * config.num_experts
     assert plan.expert_bytes <= 1.03 * 4.25 / 8 * weights

@@ -519,6 +519,7 @@ def test_every_product_and_every_phase_has_a_replacement() -> None:
     helpers = {"accumulate", "store_rows", "pad_rows", "expert_output", "argmax", "sortable", "Scratch"}
     helpers |= {"RowSampling", "poison"}  # the latter: `test_decode_edges` puts NaN into every tensor
     helpers |= {"load_shards"}  # on several cores only, in place of `load_logits`
+    helpers |= {"noise"}  # replaced with `choose_token`
     for module in (kda, mla, route, experts, ffn, sample):
         own = {
             name

@@ -141,9 +141,9 @@ def _without_the_last_sender(exchange: Exchange) -> Any:
 def test_a_tpu_plan_rounds_like_one_core(cores: int) -> None:
     """bfloat16 activations and wire. Both are off the float32 model by their roundings, so off each other by at most
     the sum; which the one-core plan's own distance from float32 bounds."""
-    exact = on_one("wide").logits
-    forced = Ask(on_one("wide").fed, new=1)
-    one, many = (one_run(wide_model(), n, forced, target="v7x") for n in (1, cores))
+    exact = on_one("k3-mini").logits
+    forced = Ask(on_one("k3-mini").fed, new=1)
+    one, many = (one_run(random_model(), n, forced, target="v7x") for n in (1, cores))
     own_error = relative_error(one.logits, exact[: len(one.logits)])
     assert relative_error(many.logits, exact[: len(many.logits)]) < 2 * own_error
     assert relative_error(many.logits, one.logits) < 3 * own_error
