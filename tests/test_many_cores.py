@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from launching import Ask, Ran, anew, launch_once, open_session, random_model, relative_error, watch_races
 
-from megakernel import LoadedModel, PlanError, SamplingParams, decode, find_target, make_plan
+from megakernel import LoadedModel, NumericsError, PlanError, SamplingParams, decode, find_target, make_plan
 from megakernel.collectives import Exchange
 from megakernel.loading import SHIPPED, load
 from megakernel.mesh import core_mesh
@@ -210,14 +211,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_protocol_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
-    with watch_races() as races:
-        one_run_or_error(anew(random_model()))
+    session = open_session(anew(random_model()), 1, cores=2, simulate="eager", launch_steps=4)
+    with watch_races() as races, contextlib.suppress(NumericsError):  # what was not waited for may still be NaN
+        launch_once(session, [Ask((7, 45), new=1)])
     assert races.messages
-
-
-def one_run_or_error(model: LoadedModel) -> None:
-    session = open_session(model, 1, cores=2, simulate="eager", launch_steps=4)
-    launch_once(session, [Ask((7, 45), new=1)])
 
 
 # ---- refusals ----
@@ -234,7 +231,6 @@ def test_more_cores_than_devices() -> None:
         ({}, {"cores": 0}, "cores = 0; expected a positive integer"),
         ({}, {"cores": True}, "cores = True; expected a positive integer"),
         ({"hidden_size": 144}, {"cores": 2}, "hidden_size = 144 is no multiple of 128: 2 cores cannot share it"),
-        ({}, {"cores": 3}, "3 cores cannot share experts of width 64"),
         ({}, {"cores": 4, "expert_groups": 3}, "4 cores cannot share experts of width 64 in 3 groups"),
     ],
 )
