@@ -203,7 +203,9 @@ def test_simulated_without_races(cores: int, mode: str) -> None:
 
 FAULTS = {
     "a dropped wait for what arrives": lambda patch: patch.setattr(Exchange, "_wait_received", lambda self, half: None),
-    "a half of the inbox reused one phase early": lambda patch: patch.setattr(Exchange, "_other", lambda half: half),
+    "a half of the inbox reused one phase early": lambda patch: patch.setattr(
+        Exchange, "_other", staticmethod(lambda half: half)
+    ),
 }
 
 
