@@ -376,9 +376,9 @@ def test_refused_by_decode() -> None:
 def noise_of_the_anchor_on_every_row(patch: pytest.MonkeyPatch) -> None:
     choose, draw, at = rounds._choose, sample.choose_token, []
 
-    def row(step, number, sequence, token) -> None:
+    def row(step, number, sequence, token, infinite) -> None:
         at.append(token)
-        choose(step, number, sequence, token)
+        choose(step, number, sequence, token, infinite)
 
     patch.setattr(rounds, "_choose", row)
     patch.setattr(sample, "choose_token", lambda x, scratch, how, position: draw(x, scratch, how, position - at[-1]))
@@ -392,9 +392,9 @@ def noise_one_position_late(patch: pytest.MonkeyPatch) -> None:
 def verify_rows_are_greedy(patch: pytest.MonkeyPatch) -> None:
     choose, draw, at = rounds._choose, sample.choose_token, []
 
-    def row(step, number, sequence, token) -> None:
+    def row(step, number, sequence, token, infinite) -> None:
         at.append(token)
-        choose(step, number, sequence, token)
+        choose(step, number, sequence, token, infinite)
 
     def cold(x, scratch, how, position):
         how = dataclasses.replace(how, temperature=jnp.where(at[-1] > 0, 0.0, how.temperature))

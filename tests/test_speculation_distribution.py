@@ -259,9 +259,9 @@ def shared_noise(patch: pytest.MonkeyPatch) -> None:
 def no_temperature_on_drafted_rows(patch: pytest.MonkeyPatch) -> None:
     choose, draw, at = rounds._choose, sample.choose_token, []
 
-    def row(step: Any, number: jax.Array, sequence: jax.Array, token: jax.Array) -> None:
+    def row(step: Any, number: jax.Array, sequence: jax.Array, token: jax.Array, infinite: jax.Array) -> None:
         at.append(token)
-        choose(step, number, sequence, token)
+        choose(step, number, sequence, token, infinite)
 
     def draw_cold(x: jax.Array, scratch: Any, how: Any, position: jax.Array) -> jax.Array:
         if at:
