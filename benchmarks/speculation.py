@@ -15,27 +15,21 @@ import argparse
 import dataclasses
 import statistics
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from megakernel import LoadedModel, SamplingParams, load, make_plan
 from megakernel.backends import resolve_backend
-from megakernel.drafting import Draft
+from megakernel.drafting import Draft, Weightless
 from megakernel.layers import Step
-from megakernel.memory import DRAFTS, Buffer, cache_buffers
+from megakernel.memory import DRAFTS, cache_buffers
 from megakernel.plan import Plan
-from megakernel.program import Matrix
 from megakernel.report import machine_name
 from megakernel.session import Session, SlotRequest
-from megakernel.split import Split
-from megakernel.target import Target
-from model.config import ModelConfig
 from spec_decode import choose_drafter
 
 _TEXT = Path(__file__).parents[1] / "tests" / "data" / "valid_excerpt.txt"
@@ -57,52 +51,16 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unhelpful:
+class Unhelpful(Weightless):
     """Proposes token 0 everywhere: its rounds are those of a drafter whose own work has been taken out."""
 
     name: str = "nothing drafted"
     max_drafts: int = 15
     taps: tuple[int, ...] = ()
 
-    def check(self, config: ModelConfig) -> None:
-        """Fits every model."""
-
-    def check_split(self, split: Split, target: Target) -> None:
-        """Needs nothing of the cores."""
-
-    def matrices(self, split: Split) -> tuple[Matrix, ...]:
-        return ()
-
-    def exchange_lanes(self, split: Split) -> int:
-        return 0
-
-    def vmem(self, plan: Plan) -> dict[str, Buffer]:
-        return {}
-
-    def weights(self, plan: Plan) -> dict[str, Buffer]:
-        return {}
-
-    def caches(self, plan: Plan) -> dict[str, Buffer]:
-        return {}
-
-    def request(self, plan: Plan) -> dict[str, Buffer]:
-        return {}
-
-    def fill_request(self, plan: Plan, slot: int, known: list[int], arrays: Mapping[str, np.ndarray]) -> None:
-        """Needs nothing."""
-
-    def semaphores(self, plan: Plan) -> dict[str, int]:
-        return {}
-
-    def begin(self, step: Step) -> None:
-        """Needs no preparation."""
-
     def propose(self, step: Step, section: Any) -> None:
         for sequence in range(step.plan.sequences):
             step.refs.current[DRAFTS, sequence] = jnp.int32(step.plan.tokens - 1)
-
-    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
-        """Has no weights."""
 
 
 def main() -> None:

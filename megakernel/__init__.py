@@ -9,8 +9,9 @@ print(decode(model, "Fellow-Citizens of the Senate", max_new_tokens=64))
 from megakernel.container import ContainerError
 from megakernel.decode import decode
 from megakernel.distributed import HostsError
+from megakernel.limits import PlanError
 from megakernel.loading import LoadedModel, ModelNotFoundError, load
-from megakernel.plan import Plan, PlanError, make_plan
+from megakernel.plan import Plan, make_plan
 from megakernel.result import Generation, NumericsError, Piece, Speculation, Timing
 from megakernel.target import TARGETS, Target, find_target
 from model.sampling import SamplingParams

@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from megakernel import memory
+from megakernel.limits import POSITION_GROUP
 from megakernel.phase_bundles import PHASES, phase_bundles
 from megakernel.pipeline import KINDS, Kind, Pipeline, Span
-from megakernel.plan import BYTES, POSITION_GROUP, Plan
+from megakernel.plan import BYTES, Plan
 from megakernel.program import LANES, round_up
 from megakernel.rates import (
     CHOICE_BUNDLES,

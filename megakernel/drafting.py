@@ -95,6 +95,46 @@ class Drafter(Protocol):
         ...
 
 
+class Weightless:
+    """The answers of a drafter that has no weights, keeps nothing and asks the other cores for nothing."""
+
+    def check(self, config: ModelConfig) -> None:
+        """Fits every model."""
+
+    def check_split(self, split: Split, target: Target) -> None:
+        """Runs on any number of cores of any kind: each of them drafts the same."""
+
+    def matrices(self, split: Split) -> tuple[Matrix, ...]:
+        return ()
+
+    def exchange_lanes(self, split: Split) -> int:
+        return 0
+
+    def vmem(self, plan: Plan) -> dict[str, Buffer]:
+        return {}
+
+    def weights(self, plan: Plan) -> dict[str, Buffer]:
+        return {}
+
+    def caches(self, plan: Plan) -> dict[str, Buffer]:
+        return {}
+
+    def request(self, plan: Plan) -> dict[str, Buffer]:
+        return {}
+
+    def fill_request(self, plan: Plan, slot: int, known: list[int], arrays: Mapping[str, np.ndarray]) -> None:
+        """Asks nothing of the host."""
+
+    def semaphores(self, plan: Plan) -> dict[str, int]:
+        return {}
+
+    def begin(self, step: Step) -> None:
+        """Needs no preparation."""
+
+    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
+        """Has nothing to pack."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Draft:
     """A drafter and its tensors, as `decode` takes them."""

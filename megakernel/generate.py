@@ -12,9 +12,11 @@ from tqdm import tqdm
 
 from megakernel.backends import Backend
 from megakernel.drafting import Draft
+from megakernel.limits import MAX_ROWS, PlanError
 from megakernel.loading import LoadedModel
-from megakernel.plan import MAX_ROWS, Plan, PlanError, make_plan
+from megakernel.plan import Plan, make_plan
 from megakernel.prefill import reference_model, run_prompt
+from megakernel.program import power_of_two
 from megakernel.request import Job, Stop
 from megakernel.result import FinishReason, Generation, NumericsError, Piece, Speculation, Timing
 from megakernel.session import Session, SlotRequest
@@ -127,9 +129,9 @@ def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings
     return make_plan(
         model.config,
         backend.target,
-        sequences=_power_of_two(len(jobs)),
-        context=min(_power_of_two(max(context, _SMALLEST_CONTEXT)), limit),
-        launch_steps=_power_of_two(max(steps, _SMALLEST_CONTEXT)),
+        sequences=power_of_two(len(jobs)),
+        context=min(power_of_two(max(context, _SMALLEST_CONTEXT)), limit),
+        launch_steps=power_of_two(max(steps, _SMALLEST_CONTEXT)),
         drafter=settings.draft.drafter if settings.draft else None,
         draft_tokens=settings.draft_tokens,
         cores=settings.cores,
@@ -240,7 +242,3 @@ def run_reference(model: LoadedModel, jobs: Sequence[Job], settings: Settings) -
         generation = progress.generation(Timing(0.0, prefill, seconds, 0, count, count), settings.with_logprobs)
         yield dataclasses.replace(piece, generation=generation)
         yield generation
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

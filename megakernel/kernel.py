@@ -18,9 +18,10 @@ from megakernel.collectives import Exchange
 from megakernel.control import when, when_at
 from megakernel.cores import AXIS, Cores, ManyCores, OneCore, Piece
 from megakernel.layers import Step
+from megakernel.limits import POSITION_GROUP
 from megakernel.phases.linear import widened
 from megakernel.phases.mix import mix
-from megakernel.plan import POSITION_GROUP, Plan
+from megakernel.plan import Plan
 from megakernel.stream import Scalar
 
 Arrays = dict[str, jax.Array]

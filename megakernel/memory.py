@@ -52,7 +52,7 @@ class Buffer:
 
 def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
     """Scratch of one launch. `out_NAME` is the output of the streamed product NAME."""
-    from megakernel.plan import POSITION_GROUP
+    from megakernel.limits import POSITION_GROUP
 
     config, split, rows, sequences = plan.config, plan.split, plan.rows, plan.sequences
     hidden, activations = config.hidden_size, plan.activations
@@ -167,7 +167,7 @@ def semaphore_counts(plan: Plan) -> dict[str, int]:
 
 def weight_buffers(plan: Plan) -> dict[str, Buffer]:
     """Read-only HBM arrays that the packer fills."""
-    from megakernel.plan import POSITION_GROUP
+    from megakernel.limits import POSITION_GROUP
 
     config = plan.config
     buffers = {
@@ -273,7 +273,8 @@ def step_bytes(plan: Plan, position: int | None = None) -> dict[str, int]:
 
     Experts count as if no two rows chose the same one. A resident tape counts zero.
     """
-    from megakernel.plan import BYTES, POSITION_GROUP
+    from megakernel.limits import POSITION_GROUP
+    from megakernel.plan import BYTES
 
     config, sequences = plan.config, plan.sequences
     position = plan.context // 2 if position is None else position

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megakernel import kernel, memory
 from megakernel.cores import AXIS
-from megakernel.plan import Plan, PlanError
+from megakernel.limits import PlanError
+from megakernel.plan import Plan
 
 Arrays = dict[str, Any]
 WHOLE, DIVIDED = PartitionSpec(), PartitionSpec(AXIS)

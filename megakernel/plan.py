@@ -14,7 +14,16 @@ from functools import cached_property
 
 from megakernel import bank, program
 from megakernel.drafting import Drafter
-from megakernel.program import LANES, Matrix, round_up
+from megakernel.limits import (
+    MAX_ROWS,
+    POSITION_GROUP,
+    VMEM_SHARE,
+    PlanError,
+    check_counters,
+    check_memory,
+    check_request,
+)
+from megakernel.program import LANES, Matrix, power_of_two, round_up
 from megakernel.split import Split, split_choices
 from megakernel.target import CPU, MIB, Number, Target
 from megakernel.tiling import Tiling, lay_out
@@ -22,9 +31,6 @@ from model.config import ModelConfig
 from model.layout import tensor_specs
 
 BYTES = {"float32": 4, "bfloat16": 2}
-POSITION_GROUP = 16
-"""Cache positions (and embedding rows) that move together: one packed tile of any number format."""
-MAX_ROWS = 16
 _BLOCK_COST_BYTES, _CUT_COST_BYTES = 8 << 10, 1 << 10
 """Cost of handling one block and one cut of a panel, as bytes of stream: what the search trades against padding."""
 _EXPERT_SHARE = 0.25
@@ -33,13 +39,7 @@ _DEEPEST_RING = 32
 """Most blocks in flight: what is fetched while an exchange or the experts keep the tape waiting."""
 _FEW_ROWS = 4
 """Up to so many rows, experts compute just these; beyond, padding to a tile of 8 costs less."""
-_VMEM_SHARE = 0.9
-"""Part of VMEM that a plan may fill; the rest is the compiler's own scratch."""
 _MAX_BLOCK_BYTES = 4 * MIB
-
-
-class PlanError(ValueError):
-    """A request that no plan can serve; the message has the numbers and the knob to turn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Plan:
     @property
     def wire_rows(self) -> int:
         """Rows that travel between cores: the live ones, in a tile of as few sublanes as hold them."""
-        return 1 << (self.live_rows - 1).bit_length()
+        return power_of_two(self.live_rows)
 
     @cached_property
     def head_group(self) -> int:
@@ -313,7 +313,7 @@ def make_plan(
     if activations not in (None, *BYTES):
         raise PlanError(f"activations = {activations!r}; expected one of {', '.join(BYTES)}")
     tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
-    _check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
+    check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights
     split = _choose_split(config, cores, expert_groups, sequences * tokens)
     if drafter:
@@ -344,19 +344,9 @@ def make_plan(
     plan = dataclasses.replace(plan, expert_slots=min(slots, plan.max_distinct_experts))
     depth = _deepest_ring(plan) if ring_depth is None else min(ring_depth, plan.tape_blocks)
     plan = dataclasses.replace(plan, ring_depth=depth)
-    _check_counters(plan)
-    _check_memory(plan)
+    check_counters(plan)
+    check_memory(plan)
     return plan
-
-
-def _check_counters(plan: Plan) -> None:
-    if plan.launch_steps < 1:
-        raise PlanError(f"launch_steps = {plan.launch_steps}; expected 1 or more")
-    if (plan.launch_steps + 1) * plan.tape_blocks >= 1 << 31:
-        raise PlanError(
-            f"launch_steps = {plan.launch_steps} of {plan.tape_blocks} blocks overflow the kernel's 32-bit counter; "
-            "lower launch_steps"
-        )
 
 
 def _draft_tokens(config: ModelConfig, sequences: int, drafter: Drafter | None, asked: int | None) -> int:
@@ -373,7 +363,7 @@ def _draft_tokens(config: ModelConfig, sequences: int, drafter: Drafter | None, 
 
 
 def _deepest_ring(plan: Plan) -> int:
-    free = int(plan.target.vmem_bytes * _VMEM_SHARE) - sum(plan.vmem_map.values()) + plan.block_bytes
+    free = int(plan.target.vmem_bytes * VMEM_SHARE) - sum(plan.vmem_map.values()) + plan.block_bytes
     if free >= plan.tape_bytes:
         return plan.tape_blocks
     return max(2, min(_DEEPEST_RING, free // plan.block_bytes))
@@ -415,71 +405,3 @@ def _choose_block(split: Split, item_bytes: int) -> tuple[int, int]:
 
     shapes = itertools.product(range(2 * LANES, 4096 + 1, LANES), (256, 512))
     return min((s for s in shapes if s[0] * s[1] * item_bytes <= _MAX_BLOCK_BYTES), key=cost)
-
-
-def _check_request(
-    config: ModelConfig,
-    target: Target,
-    sequences: int,
-    tokens: int,
-    context: int,
-    page: int,
-    ring_depth: int | None,
-    expert_slots: int | None,
-) -> None:
-    counts = {"sequences": sequences, "context": context, "page": page}
-    counts |= {"ring_depth": ring_depth or 2, "expert_slots": expert_slots or 1}
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise PlanError(f"{name} = {count!r}; expected an integer")
-    if not 1 <= sequences <= MAX_ROWS:
-        raise PlanError(f"sequences = {sequences}; one step carries 1 to {MAX_ROWS} rows: split the batch")
-    if sequences * tokens > MAX_ROWS:
-        raise PlanError(
-            f"{sequences} sequences with {tokens - 1} drafted tokens each need {sequences * tokens} rows, and a step "
-            f"carries {MAX_ROWS}; lower draft_tokens to {max(MAX_ROWS // sequences - 1, 0)} or decode fewer together"
-        )
-    if not 1 <= context <= config.max_position_embeddings:
-        raise PlanError(f"context = {context}; {config.name} has positions 1 to {config.max_position_embeddings}")
-    if page % POSITION_GROUP or page <= 0:
-        raise PlanError(f"page = {page}; expected a positive multiple of {POSITION_GROUP}")
-    if ring_depth is not None and ring_depth < 2:
-        raise PlanError(f"ring_depth = {ring_depth}; at least 2 blocks must be in flight")
-    if expert_slots is not None and expert_slots < 1:
-        raise PlanError(f"expert_slots = {expert_slots}; at least one expert must be in VMEM")
-    if config.short_conv_kernel_size < 2:
-        raise PlanError(f"short_conv_kernel_size = {config.short_conv_kernel_size}; the kernel needs at least 2")
-    if target.lane_aligned:
-        _check_lanes(config, target)
-
-
-def _check_lanes(config: ModelConfig, target: Target) -> None:
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "linear_attn_config.head_dim": config.kda_head_dim,
-        "qk_nope_head_dim": config.qk_nope_head_dim,
-        "v_head_dim": config.v_head_dim,
-        "kv_lora_rank": config.kv_lora_rank,
-        "routed_expert_hidden_size": config.routed_expert_hidden_size,
-    }
-    for key, size in sizes.items():
-        if size % LANES:
-            raise PlanError(
-                f"{key} = {size} is not a multiple of the {LANES} lanes of {target.name}; "
-                "such a model runs on target 'cpu' only"
-            )
-
-
-def _check_memory(plan: Plan) -> None:
-    for memory, used, limit, knob in (
-        ("VMEM", plan.vmem_map, int(plan.target.vmem_bytes * _VMEM_SHARE), "ring_depth, expert_slots or sequences"),
-        ("SMEM", plan.smem_map, plan.target.smem_bytes // 2, "launch_steps or sequences"),
-        ("HBM", plan.hbm_map, plan.target.hbm_bytes, "context or sequences, or use more cores"),
-    ):
-        total = sum(used.values())
-        if total > limit:
-            largest = max(used, key=lambda name: used[name])
-            raise PlanError(
-                f"{plan.config.name} on one core of {plan.target.name} needs {total / MIB:,.1f} MiB of {memory}, "
-                f"{limit / MIB:,.1f} MiB may be used (largest: {largest}, {used[largest] / MIB:,.1f} MiB); lower {knob}"
-            )

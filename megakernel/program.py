@@ -25,6 +25,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def power_of_two(value: int) -> int:
+    """Smallest power of two that is not less."""
+    return 1 << (value - 1).bit_length()
+
+
 @dataclasses.dataclass(frozen=True)
 class Column:
     """A named range of output columns: this core's part of the rows of a checkpoint tensor.

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megakernel.program import LANES, round_up
+from megakernel.program import LANES, power_of_two, round_up
 from megakernel.vocabulary import SEGMENTS, vocabulary_shape
 from model.config import ModelConfig
 
@@ -98,7 +98,7 @@ class Split:
         if self.cores == 1:
             return width
         share = -(-width // self.cores)
-        return round_up(share, LANES) if share > LANES else 1 << (share - 1).bit_length()
+        return round_up(share, LANES) if share > LANES else power_of_two(share)
 
     def sum_piece(self, width: int) -> int:
         """Columns of one core's piece of a vector that is summed over cores: whole tiles that divide the vector's."""
@@ -115,7 +115,7 @@ class Split:
 
     def narrow_lanes(self, width: int) -> int:
         """Lanes of a narrow column: no more than a power of two where cores share it, else whole tiles."""
-        return 1 << (width - 1).bit_length() if self.cores > 1 and width <= LANES else round_up(width, LANES)
+        return power_of_two(width) if self.cores > 1 and width <= LANES else round_up(width, LANES)
 
     def expected_load(self, rows: int) -> float:
         """Weights that the busiest core is expected to read of the routed experts of one layer, in whole experts.

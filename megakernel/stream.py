@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from megakernel.control import when
-from megakernel.plan import POSITION_GROUP, Plan
+from megakernel.limits import POSITION_GROUP
+from megakernel.plan import Plan
 
 Ref = Any
 Scalar = jax.Array

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
 
-from megakernel.program import LANES, Matrix, round_up
+from megakernel.program import LANES, Matrix, power_of_two, round_up
 
 ROWS = 16
 """Rows of a packed tile: every cut is a multiple of it."""
@@ -143,11 +143,6 @@ def _mark_ends(tilings: dict[str, Tiling]) -> dict[str, Tiling]:
         name: dataclasses.replace(t, panels=tuple(marked(name, p, panel) for p, panel in enumerate(t.panels)))
         for name, t in tilings.items()
     }
-
-
-def power_of_two(value: int) -> int:
-    """Smallest power of two that is not less."""
-    return 1 << (value - 1).bit_length()
 
 
 # ---- repetition: so that long products are loops ----

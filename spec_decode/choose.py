@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megakernel.drafting import Draft
+from megakernel.limits import PlanError
 from megakernel.loading import LoadedModel
-from megakernel.plan import PlanError
 from spec_decode.dspark.checkpoint import load_drafter
 from spec_decode.dspark.drafter import DSparkDrafter
 from spec_decode.ngram import NGramDrafter

@@ -14,13 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from megakernel.drafting import Weightless
 from megakernel.layers import Step
 from megakernel.memory import COMMIT, DRAFTS, POSITION, Buffer
 from megakernel.plan import Plan
-from megakernel.program import LANES, Matrix, round_up
-from megakernel.split import Split
-from megakernel.target import Target
-from model.config import ModelConfig
+from megakernel.program import LANES, round_up
 
 _LENGTHS = 3
 """Longest n-gram looked up."""
@@ -28,7 +26,7 @@ _UNKNOWN = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class NGramDrafter:
+class NGramDrafter(Weightless):
     """Looks the latest 3, else 2 tokens up in prompt and output so far; the longest, then the latest match wins."""
 
     shortest: int = 2
@@ -36,26 +34,8 @@ class NGramDrafter:
     max_drafts: int = 15
     taps: tuple[int, ...] = ()
 
-    def check(self, config: ModelConfig) -> None:
-        """Fits every model."""
-
-    def check_split(self, split: Split, target: Target) -> None:
-        """Runs everywhere: every core looks up the same."""
-
-    def matrices(self, split: Split) -> tuple[Matrix, ...]:
-        return ()
-
-    def exchange_lanes(self, split: Split) -> int:
-        return 0
-
     def vmem(self, plan: Plan) -> dict[str, Buffer]:
         return {"ngram_history": _history(plan)}
-
-    def weights(self, plan: Plan) -> dict[str, Buffer]:
-        return {}
-
-    def caches(self, plan: Plan) -> dict[str, Buffer]:
-        return {}
 
     def request(self, plan: Plan) -> dict[str, Buffer]:
         return {"ngram_known": _history(plan)}
@@ -65,12 +45,6 @@ class NGramDrafter:
         history[:] = _UNKNOWN
         for back in range(_LENGTHS):
             history[back, back : back + len(known)] = known[: history.shape[1] - back]
-
-    def semaphores(self, plan: Plan) -> dict[str, int]:
-        return {}
-
-    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
-        """Has no weights."""
 
     def begin(self, step: Step) -> None:
         step.refs.ngram_history[...] = step.refs.ngram_known[...]

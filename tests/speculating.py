@@ -13,15 +13,14 @@ from jax import lax
 from launching import many_core_simulator
 
 from megakernel.backends import Backend, simulator
+from megakernel.drafting import Weightless
 from megakernel.layers import Step
 from megakernel.loading import LoadedModel
 from megakernel.memory import DRAFTS, POSITION, Buffer
 from megakernel.plan import Plan, make_plan
-from megakernel.program import LANES, Matrix, round_up
+from megakernel.program import LANES, round_up
 from megakernel.session import Session, SlotRequest, SlotResult
-from megakernel.split import Split
-from megakernel.target import Target, find_target
-from model.config import ModelConfig
+from megakernel.target import find_target
 from model.sampling import SamplingParams
 
 GREEDY = SamplingParams()
@@ -35,7 +34,7 @@ EVERY = 99
 
 
 @dataclasses.dataclass(frozen=True)
-class Scripted:
+class Scripted(Weightless):
     """Drafts what stands in a script, right or wrong as a rule says.
 
     Attributes:
@@ -51,27 +50,6 @@ class Scripted:
     max_drafts: int = 15
     taps: tuple[int, ...] = ()
 
-    def check(self, config: ModelConfig) -> None:
-        """Fits every model."""
-
-    def check_split(self, split: Split, target: Target) -> None:
-        """Runs everywhere: every core does as it is told."""
-
-    def matrices(self, split: Split) -> tuple[Matrix, ...]:
-        return ()
-
-    def exchange_lanes(self, split: Split) -> int:
-        return 0
-
-    def vmem(self, plan: Plan) -> dict[str, Buffer]:
-        return {}
-
-    def weights(self, plan: Plan) -> dict[str, Buffer]:
-        return {}
-
-    def caches(self, plan: Plan) -> dict[str, Buffer]:
-        return {}
-
     def request(self, plan: Plan) -> dict[str, Buffer]:
         """Three rows a sequence: script, `right` and `count`, all by position."""
         return {"script": Buffer((plan.sequences, 3, round_up(plan.context + plan.tokens, LANES)), "int32")}
@@ -81,15 +59,6 @@ class Scripted:
         rows[0, : len(script)] = script[: rows.shape[1]]
         rows[1, : plan.context] = [self.right(anchor) for anchor in range(plan.context)]
         rows[2, : plan.context] = [self.count(anchor) for anchor in range(plan.context)]
-
-    def semaphores(self, plan: Plan) -> dict[str, int]:
-        return {}
-
-    def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
-        """Has no weights."""
-
-    def begin(self, step: Step) -> None:
-        """Needs no preparation."""
 
     def propose(self, step: Step, index: Any) -> Any:
         plan, refs = step.plan, step.refs

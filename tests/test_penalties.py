@@ -194,24 +194,8 @@ def drafts_do_not_count(count_drafts: Any) -> Any:
     return lambda plan, refs, sequence, t, amount: None
 
 
-def no_bias_on_drafts(patch: pytest.MonkeyPatch) -> None:
-    rows: list[Any] = []
-    count, piece = penalty.count_drafts, penalty.adjust
-
-    def at(plan: Any, refs: Any, sequence: Any, t: Any, amount: int) -> None:
-        rows.append(t)
-        count(plan, refs, sequence, t, amount)
-
-    def adjust(refs: Any, sequence: Any) -> Any:
-        biased = piece(refs, sequence)
-        biased[...] = biased[...] - jnp.where(rows[-1] == 0, 0.0, refs.logit_bias[sequence])
-        return biased
-
-    patch.setattr(penalty, "count_drafts", at)
-    patch.setattr(penalty, "adjust", adjust)
-
-
-def penalties_in_row_0_only(patch: pytest.MonkeyPatch) -> None:
+def adjusting_otherwise(patch: pytest.MonkeyPatch, change: Callable[[Any, Any, Any, Any], Any]) -> None:
+    """Adjusted logits become `change(adjusted, refs, sequence, row of the sequence)`."""
     rows: list[Any] = []
     count, piece = penalty.count_drafts, penalty.adjust
 
@@ -221,11 +205,22 @@ def penalties_in_row_0_only(patch: pytest.MonkeyPatch) -> None:
 
     def adjust(refs: Any, sequence: Any) -> Any:
         adjusted = piece(refs, sequence)
-        adjusted[...] = jnp.where(rows[-1] == 0, adjusted[...], refs.row_logits[...])
+        adjusted[...] = change(adjusted[...], refs, sequence, rows[-1])
         return adjusted
 
     patch.setattr(penalty, "count_drafts", at)
     patch.setattr(penalty, "adjust", adjust)
+
+
+def no_bias_on_drafts(patch: pytest.MonkeyPatch) -> None:
+    def change(adjusted: Any, refs: Any, sequence: Any, t: Any) -> Any:
+        return adjusted - jnp.where(t == 0, 0.0, refs.logit_bias[sequence])
+
+    adjusting_otherwise(patch, change)
+
+
+def penalties_in_row_0_only(patch: pytest.MonkeyPatch) -> None:
+    adjusting_otherwise(patch, lambda adjusted, refs, _, t: jnp.where(t == 0, adjusted, refs.row_logits[...]))
 
 
 def last_token_is_not_counted(settle: Any) -> Any:

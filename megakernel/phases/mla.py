@@ -12,10 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from megakernel.control import when
+from megakernel.limits import MAX_ROWS
 from megakernel.memory import COUNT, POSITION
 from megakernel.phases.linear import rounded, whole_tiles
 from megakernel.phases.mix import rms_norm
-from megakernel.plan import MAX_ROWS, Plan
+from megakernel.plan import Plan
 from megakernel.program import LANES, round_up
 from megakernel.stream import LatentPages, Ref, Scalar, quotient, tile_start
 

@@ -72,9 +72,7 @@ def load_logits(out: Ref, row: Scalar, logits: Ref, size: Scalar | int) -> Scala
         for segment in range(segments):
             at = aligned(segment * lanes + columns.start, columns.size)
             logits[segment : segment + 1, columns] = out[pl.ds(row, 1), at]
-        x, exists = logits[:, columns], entries(logits.shape, columns) < size
-        logits[:, columns] = jnp.where(exists, x, -jnp.inf)
-        return jnp.where(exists & jnp.logical_not(jnp.abs(x) < jnp.inf), 1.0, 0.0)
+        return _drop_padding(logits, columns, size)
 
     return jnp.max(total(logits.shape, bring))
 
@@ -86,12 +84,14 @@ def load_shards(pieces: Ref, logits: Ref, size: int) -> jax.Array:
     for core in range(cores):
         logits[core * SEGMENTS : (core + 1) * SEGMENTS] = pieces[core, :, :lanes]
 
-    def mask(columns: Any) -> jax.Array:
-        x, exists = logits[:, columns], entries(logits.shape, columns) < size
-        logits[:, columns] = jnp.where(exists, x, -jnp.inf)
-        return jnp.where(exists & jnp.logical_not(jnp.abs(x) < jnp.inf), 1.0, 0.0)
+    return jnp.max(total(logits.shape, lambda columns: _drop_padding(logits, columns, size)))
 
-    return jnp.max(total(logits.shape, mask))
+
+def _drop_padding(logits: Ref, columns: Any, size: Scalar | int) -> jax.Array:
+    """-inf past the vocabulary; 1 where a logit is NaN or infinite, else 0.  # [segments, columns] f32"""
+    x, exists = logits[:, columns], entries(logits.shape, columns) < size
+    logits[:, columns] = jnp.where(exists, x, -jnp.inf)
+    return jnp.where(exists & jnp.logical_not(jnp.abs(x) < jnp.inf), 1.0, 0.0)
 
 
 def choose_token(logits: Ref, scratch: Scratch, sampling: RowSampling, position: Scalar) -> Scalar:

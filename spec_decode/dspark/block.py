@@ -11,11 +11,11 @@ from megakernel.collectives import one_tile
 from megakernel.control import when
 from megakernel.cores import Piece
 from megakernel.layers import Step
+from megakernel.limits import MAX_ROWS, POSITION_GROUP
 from megakernel.memory import POSITION, TOKEN
 from megakernel.phases import mla
 from megakernel.phases.linear import rounded, whole_tiles, widened
 from megakernel.phases.mla import Softmax
-from megakernel.plan import MAX_ROWS, POSITION_GROUP
 from megakernel.program import LANES
 from megakernel.stream import EmbeddingRows, LatentPages, Scalar, quotient
 from spec_decode.dspark.context import Turn, heads_of, norm, normed_heads, store_keys_values, turn_of

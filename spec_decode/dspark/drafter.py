@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from megakernel.layers import Step
+from megakernel.limits import POSITION_GROUP, PlanError
 from megakernel.memory import DRAFTS, Buffer, head_output
-from megakernel.plan import POSITION_GROUP, Plan, PlanError
+from megakernel.plan import Plan
 from megakernel.program import LANES, Matrix, round_up
 from megakernel.split import Split
 from megakernel.stream import bring

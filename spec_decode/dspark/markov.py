@@ -14,10 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from megakernel.layers import Step
+from megakernel.limits import POSITION_GROUP
 from megakernel.memory import POSITION, TOKEN
 from megakernel.phases import penalty, sample
 from megakernel.phases.linear import dot, whole_tiles, widened
-from megakernel.plan import POSITION_GROUP
 from megakernel.program import LANES, round_up
 from megakernel.stream import EmbeddingRows, Scalar
 from megakernel.vocabulary import PIECE_REGISTERS, for_columns
