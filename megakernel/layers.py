@@ -18,6 +18,7 @@ from megakernel.phases import experts as experts_phase
 from megakernel.phases import ffn, kda, mla, route
 from megakernel.phases.linear import linear, rounded, whole_tiles
 from megakernel.phases.mix import rms_norm
+from megakernel.phases.visits import Visits
 from megakernel.plan import Plan
 from megakernel.program import LANES, kda_vectors, round_up
 from megakernel.stream import Experts, LatentGroups, LatentPages, Ref, Scalar, Tape, Vectors, Window
@@ -252,21 +253,15 @@ def moe_ffn(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array) -> jax
 
     bias = step.vector("router_bias", config.num_experts)
     refs.expert_weights[...] = route.expert_weights(plan, logits, bias, step.active())
-    count = route.start_experts(
-        plan, refs.expert_weights[...], moe_layer, step.cores.first_expert, step.experts, refs.chosen_experts
+    visits = Visits(plan, refs.chosen_experts, refs.expert_visits)
+    counts = route.start_experts(
+        plan, refs.expert_weights[...], moe_layer, step.cores.first_expert, step.experts, visits
     )
     expert_input = latent[0][:, : config.routed_expert_hidden_size] if latent else x
-    refs.expert_input[...] = expert_input.astype(plan.activations)
+    refs.expert_input[...] = expert_input
     shared = _shared_out(step, section, hidden) if plan.split.cores == 1 else None
     experts_phase.run_experts(
-        plan,
-        count,
-        moe_layer,
-        refs.expert_weights,
-        refs.expert_input,
-        step.experts,
-        refs.chosen_experts,
-        refs.expert_sum,
+        plan, counts, moe_layer, refs.expert_weights, refs.expert_input, step.experts, visits, refs.expert_sum
     )
     routed = refs.expert_sum[:, : config.routed_expert_hidden_size] + route.poison(plan, logits, bias)
     return _routed_and_shared(step, section, routed, shared, hidden)

@@ -95,7 +95,7 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
             "expert_in": Buffer((plan.expert_slots, in_rows, in_lanes), expert),
             "expert_out": Buffer((plan.expert_slots, out_rows, out_lanes), expert),
             "expert_weights": Buffer((rows, round_up(config.num_experts, LANES)), "float32"),
-            "expert_input": Buffer((rows, config.routed_expert_hidden_size), activations),
+            "expert_input": Buffer((rows, config.routed_expert_hidden_size), "float32"),
             "expert_sum": Buffer((rows, out_lanes), "float32"),
         }
     if split.cores > 1:
@@ -135,6 +135,7 @@ def head_output(plan: Plan, matrix: str) -> Buffer:
 def smem_scratch(plan: Plan) -> dict[str, Buffer]:
     return {
         "chosen_experts": Buffer((max(plan.max_distinct_experts, 1),), "int32"),
+        "expert_visits": Buffer((plan.max_expert_visits + 1,), "int32"),
         "current": Buffer((6, plan.sequences), "int32"),
         "window": Buffer((plan.live_rows,), "int32"),
         "drafts": Buffer((plan.live_rows,), "int32"),

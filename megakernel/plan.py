@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from functools import cached_property
 
-from megakernel import bank, program
+from megakernel import bank, program, visits
 from megakernel.drafting import Drafter
 from megakernel.limits import (
     MAX_ROWS,
@@ -37,8 +37,6 @@ _EXPERT_SHARE = 0.25
 """Part of VMEM for experts on their way, unless a plan asks for a number of slots."""
 _DEEPEST_RING = 32
 """Most blocks in flight: what is fetched while an exchange or the experts keep the tape waiting."""
-_FEW_ROWS = 4
-"""Up to so many rows, experts compute just these; beyond, padding to a tile of 8 costs less."""
 _MAX_BLOCK_BYTES = 4 * MIB
 
 
@@ -221,12 +219,19 @@ class Plan:
         """Rows and lanes of one expert's two pieces, see `megakernel.bank`."""
         return bank.expert_shapes(self.split)
 
-    @property
+    @cached_property
     def expert_rows(self) -> int:
-        """Rows of the experts' products: a few, or whole tiles, where every row's groups are summed apart."""
-        if self.config.expert_format == "bf16" or self.target.fp4_as == "float32":
-            return self.product_rows
-        return self.live_rows if self.live_rows <= _FEW_ROWS else round_up(self.live_rows, 8)
+        """Rows of a tile of the experts' products, see `megakernel.visits`."""
+        return visits.tile_rows(self)
+
+    @property
+    def expert_tiles(self) -> int:
+        return -(-self.live_rows // self.expert_rows)
+
+    @property
+    def overlaps_experts(self) -> bool:
+        """Whether the second product of one visit runs beside the first of the next, which holds two slots."""
+        return self.expert_slots > 1 and not self.target.multiplies_float32
 
     @property
     def expert_bytes(self) -> int:
@@ -237,6 +242,12 @@ class Plan:
     def max_distinct_experts(self) -> int:
         """Of those that one core holds a part of."""
         return min(self.split.experts, self.live_rows * self.config.num_experts_per_token)
+
+    @property
+    def max_expert_visits(self) -> int:
+        """Of the experts that one core holds a part of."""
+        tile_choices = min(self.split.experts, min(self.expert_rows, self.live_rows) * self.config.num_experts_per_token)
+        return self.expert_tiles * tile_choices
 
     # ---- memory maps, in bytes ----
 

@@ -229,9 +229,12 @@ class Experts:
         for copy in self._copies(order, moe_layer, expert):
             copy.start()
 
-    def take(self, order: Scalar, moe_layer: Scalar, expert: Scalar) -> tuple[Ref, Ref]:
+    def wait(self, order: Scalar, moe_layer: Scalar, expert: Scalar) -> None:
         for copy in self._copies(order, moe_layer, expert):
             copy.wait()
+
+    def slot(self, order: Scalar) -> tuple[Ref, Ref]:
+        """Where an expert is, once it has been waited for, until its slot takes another."""
         slot = lax.rem(order, self.plan.expert_slots)
         return self.slots[0].at[slot], self.slots[1].at[slot]
 

@@ -9,8 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megakernel.limits import MAX_ROWS
+from megakernel.phases.visits import Counts, Visits
 from megakernel.plan import Plan
-from megakernel.stream import Experts, Ref, Scalar
+from megakernel.stream import Experts, Scalar
+
+_EXPERT_SHIFT = MAX_ROWS
+"""Bits of a key below an expert's number: one for every tile of rows."""
+_ONE = 0x3F800000
+"""The bits of 1.0: keys above it are normal numbers, in the order of their bits."""
 
 
 def expert_weights(plan: Plan, logits: jax.Array, bias: jax.Array, active: jax.Array) -> jax.Array:
@@ -54,37 +61,55 @@ def poison(plan: Plan, logits: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def start_experts(
-    plan: Plan, weights: jax.Array, moe_layer: Scalar, first: Scalar | int, experts: Experts, chosen: Ref
-) -> Scalar:
-    """Lists the distinct experts in ascending order and starts fetching each as soon as it is known.
+    plan: Plan, weights: jax.Array, moe_layer: Scalar, first: Scalar | int, experts: Experts, visits: Visits
+) -> Counts:
+    """Lists the distinct experts and their visits, and starts fetching each expert as soon as it is known.
 
-    Only experts from `first` on are listed, as many as a core holds.
+    Only experts from `first` on are listed, as many as a core holds. While one is listed, the next one is found.
 
     An expert that only has zero weights adds nothing, so "chosen" is "has a weight above zero somewhere".
-
-    Args:
-      chosen: [max distinct experts] i32 (SMEM), receives the list.
-    Returns:
-      how many there are.
     """
-    wanted = jnp.max(weights, axis=0, keepdims=True) > 0.0  # [1, lanes]
-    lane = lax.broadcasted_iota(jnp.int32, wanted.shape, 1)
-    if plan.split.expert_groups > 1:
-        wanted = wanted & (lane >= first) & (lane < first + plan.split.experts)
-    count = jnp.sum(wanted.astype(jnp.int32))
+    keys = _keys(plan, weights, first)
+    count = jnp.sum((keys < jnp.inf).astype(jnp.int32))
 
-    def find(order: Scalar, previous: Scalar) -> Scalar:
-        expert = jnp.min(jnp.where(wanted & (lane > previous), lane, wanted.shape[1]))
-        chosen[order] = expert
-        return expert
+    def note(order: Scalar, found: tuple[jax.Array, Scalar]) -> tuple[jax.Array, Scalar]:
+        key, visited = found
+        code = lax.bitcast_convert_type(key, jnp.int32)[0, 0]
+        visits.experts[order] = (code - _ONE) >> _EXPERT_SHIFT
+        return _lowest(keys, key), visits.list(order, code & (1 << _EXPERT_SHIFT) - 1, visited)
 
-    def find_and_start(order: Scalar, previous: Scalar) -> Scalar:
-        expert = find(order, previous)
-        experts.start(order, moe_layer, expert)
-        return expert
+    def note_and_start(order: Scalar, found: tuple[jax.Array, Scalar]) -> tuple[jax.Array, Scalar]:
+        found = note(order, found)
+        experts.start(order, moe_layer, visits.experts[order])
+        return found
 
     started = jnp.minimum(count, plan.expert_slots)
-    last = lax.fori_loop(0, started, find_and_start, jnp.int32(-1))
+    found = lax.fori_loop(0, started, note_and_start, (_lowest(keys, jnp.zeros((1, 1), jnp.float32)), jnp.int32(0)))
     if plan.max_distinct_experts > plan.expert_slots:
-        lax.fori_loop(started, count, find, last)
-    return count
+        found = lax.fori_loop(started, count, note, found)
+    return Counts(count, found[1])
+
+
+def _lowest(keys: jax.Array, above: jax.Array) -> jax.Array:
+    """# [1, lanes] f32, [1, 1] f32 -> [1, 1] f32"""
+    return jnp.min(jnp.where(keys > above, keys, jnp.inf), axis=-1, keepdims=True)
+
+
+def _keys(plan: Plan, weights: jax.Array, first: Scalar | int) -> jax.Array:
+    """Number and tiles of every chosen expert of this core in one float32, ascending by number; else infinity.
+
+    Float32, because a TPU finds the lowest of floats by one reduction, and that of integers by two.
+
+    # weights [rows, lanes] f32 -> [1, lanes] f32
+    """
+    lane = lax.broadcasted_iota(jnp.int32, (1, weights.shape[1]), 1)
+    size = weights.shape[0] if plan.expert_tiles == 1 else plan.expert_rows
+    tile = lax.div(lax.broadcasted_iota(jnp.int32, weights.shape, 0), jnp.int32(size))
+    tiles = jnp.max(jnp.where(weights > 0.0, 1, 0), axis=0, keepdims=True)
+    if plan.expert_tiles > 1:
+        tiles = jnp.sum(jnp.where(weights > 0.0, 1 << tile, 0), axis=0, keepdims=True)
+    wanted = tiles > 0
+    if plan.split.expert_groups > 1:
+        wanted = wanted & (lane >= first) & (lane < first + plan.split.experts)
+    keys = lax.bitcast_convert_type(_ONE + (lane << _EXPERT_SHIFT | tiles), jnp.float32)
+    return jnp.where(wanted, keys, jnp.inf)
