@@ -18,7 +18,6 @@ from megakernel.plan import BYTES, Plan
 from megakernel.program import LANES, round_up
 from megakernel.rates import (
     CHOICE_BUNDLES,
-    EXPERT_BUNDLES,
     LOGIT_BUNDLES,
     MIX_BUNDLES,
     PAGE_BUNDLES,
@@ -30,7 +29,7 @@ from megakernel.rates import (
     rates_of,
 )
 from megakernel.schedule import Loop
-from megakernel.schedule_names import expected_experts
+from megakernel.visits import bundles, expected_experts, expected_visits
 
 _SUBLANES, _REGISTER = 8, 1024  # of float32 numbers
 
@@ -287,11 +286,13 @@ class _StepModel:
         self.pipe.phase = "experts"
         for i, part in enumerate(sizes[:slots]):
             self.pipe.read(f"expert {i}", part * plan.expert_bytes)
+        visits = expected_visits(plan) / count
         for i, part in enumerate(sizes):
+            ahead = i + slots - plan.experts_held
+            if slots <= ahead < len(sizes):
+                self.pipe.read(f"expert {ahead}", sizes[ahead] * plan.expert_bytes)
             self.pipe.wait(f"expert {i}")
-            self.vector("expert", part * self.expert_bundles())
-            if i + slots < len(sizes):
-                self.pipe.read(f"expert {i + slots}", sizes[i + slots] * plan.expert_bytes)
+            self.vector("expert", part * visits * self.visit_bundles())
 
     def lm_head(self) -> None:
         plan, config = self.plan, self.plan.config
@@ -365,13 +366,12 @@ class _StepModel:
     def registers(self, lanes: int) -> float:
         return self.plan.rows * lanes / _REGISTER
 
-    def expert_bundles(self) -> float:
+    def visit_bundles(self) -> float:
         config, (_, in_lanes), (_, out_lanes) = self.plan.config, *self.plan.expert_shapes
         weights = config.routed_expert_hidden_size * in_lanes + self.plan.split.expert_width * out_lanes
         if config.expert_format == "bf16":
             return weights / TILE * self.rates.tile_seconds * self.rates.clock_hz
-        fitting = next(bundles for rows, bundles in EXPERT_BUNDLES.items() if rows >= self.plan.expert_rows)
-        return fitting * weights / _REGISTER
+        return bundles(self.plan.expert_rows) * weights / _REGISTER
 
     def layer_bytes(self, cache: str) -> float:
         return self.caches[cache].padded_bytes / self.caches[cache].shape[0]

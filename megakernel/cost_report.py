@@ -19,7 +19,7 @@ from megakernel.pipeline import KINDS
 from megakernel.plan import Plan
 from megakernel.rates import Rates
 from megakernel.report import plural, size
-from megakernel.schedule_names import expected_experts
+from megakernel.visits import expected_experts
 from megakernel.split import split_choices
 
 ROWS = tuple(PUBLISHED_SECONDS)

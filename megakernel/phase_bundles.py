@@ -41,6 +41,6 @@ def _add_layer(found: dict[str, float], layer: Loop) -> None:
         if loop.name not in SUBLAYERS:
             found["mix and norm"] += turns * loop.executed
             continue
-        experts = sum(inner.turns * inner.executed for inner in loop.inner if inner.name == "expert")
+        experts = sum(inner.turns * inner.executed for inner in loop.inner if inner.name in ("experts", "expert"))
         found["experts"] += turns * experts
         found[loop.name] += turns * (loop.executed - experts)

@@ -229,9 +229,9 @@ class Plan:
         return -(-self.live_rows // self.expert_rows)
 
     @property
-    def overlaps_experts(self) -> bool:
-        """Whether the second product of one visit runs beside the first of the next, which holds two slots."""
-        return self.expert_slots > 1 and not self.target.multiplies_float32
+    def experts_held(self) -> int:
+        """Slots in use at once: two where the second product of one visit runs beside the first of the next."""
+        return 2 if self.expert_slots > 1 and not self.target.multiplies_float32 else 1
 
     @property
     def expert_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megakernel.tiling import find_repeat
+from megakernel.visits import expected_experts, expected_visits
 from megakernel.vocabulary import piece_count, vocabulary_shape
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 _KDA = {"state", "tails", "kda_rows", "kda_read", "trial_state", "pending"}
 _MLA = {"page", "latent_group", "fresh", "queries", "contexts"}
-_MOE = {"expert_weights", "expert_input", "expert_sum", "chosen_experts"}
+_MOE = {"expert_weights", "expert_input", "expert_sum", "chosen_experts", "expert_visits"}
 _LOGITS = {"row_logits", "scaled_logits", "logit_mass"}
 _SENDS = {"sent", "received", "outbox", "logits_sent", "logits_received", "logits_outbox"}
 _EXPERT_COPIES = {"expert_in_done", "expert_out_done"}
@@ -34,11 +35,6 @@ def name_loops(program: Loop, plan: Plan) -> None:
     after = round_.inner[round_.inner.index(layer) + 1 :] if layer in round_.inner else round_.inner
     for loop in after:
         _name_after_layers(loop, plan)
-
-
-def expected_experts(plan: Plan) -> float:
-    """Distinct experts of a layer of which the busiest core is expected to read its part, in a step of live rows."""
-    return plan.split.expected_load(plan.live_rows) * plan.split.expert_parts
 
 
 def layers_of(plan: Plan) -> dict[str, int]:
@@ -94,13 +90,10 @@ def _name_sublayer(loop: Loop, plan: Plan, name: str) -> None:
 def _name_inside_sublayer(loop: Loop, plan: Plan) -> None:
     touched = _touched(loop)
     if "expert_sum" in touched:
-        loop.name, loop.turns = "expert", expected_experts(plan)
-        for inner in loop.inner:
-            ahead = max(0.0, expected_experts(plan) - plan.expert_slots)
-            inner.name, inner.turns = "start an expert", ahead / expected_experts(plan)
+        _name_visits(loop, plan)
     elif _EXPERT_COPIES & touched:
         loop.name, loop.turns = "start an expert", min(expected_experts(plan), plan.expert_slots)
-    elif touched == {"chosen_experts"}:
+    elif touched and touched <= {"chosen_experts", "expert_visits"}:
         loop.name, loop.turns = "find an expert", max(0.0, expected_experts(plan) - plan.expert_slots)
     elif "page_done" in touched:
         _name_pages(loop, plan)
@@ -110,6 +103,26 @@ def _name_inside_sublayer(loop: Loop, plan: Plan) -> None:
         loop.name, loop.turns = "send", plan.split.cores - 1
     else:
         _name_product(loop, plan, touched)
+
+
+def _name_visits(loop: Loop, plan: Plan) -> None:
+    """The loop of visits; where one is computed beside the next, what surrounds it has halves of the first and last."""
+    visits = expected_visits(plan)
+    turns = next((inner for inner in loop.inner if "expert_sum" in _touched(inner)), None)
+    if turns is not None:
+        loop.name = "experts"
+        for inner in loop.inner:
+            inner.name, inner.turns = "start an expert", 0
+        loop, visits = turns, max(0.0, visits - 1)
+    loop.name, loop.turns = "expert", visits
+    starting = loop.inner
+    if plan.expert_tiles > 1:
+        for inner in loop.inner:
+            inner.name, inner.turns = "next expert", expected_experts(plan) / expected_visits(plan)
+        starting = [start for inner in loop.inner for start in inner.inner]
+    for start in starting:
+        ahead = max(0.0, expected_experts(plan) - plan.expert_slots)
+        start.name, start.turns = "start an expert", ahead / expected_experts(plan)
 
 
 def _name_pages(loop: Loop, plan: Plan) -> None:

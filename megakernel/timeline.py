@@ -220,7 +220,7 @@ def _expert(plan: Plan, order: int, routed: int, at: int, layer: int) -> Copy:
     """The `order`-th distinct expert, of as many as there can be: the first ones start after routing, each other one
     when its slot is free."""
     share = 1 / plan.max_distinct_experts
-    start = routed if order < plan.expert_slots else at + (order - plan.expert_slots + 1) * share
+    start = routed if order < plan.expert_slots else at + (order - plan.expert_slots + plan.experts_held) * share
     slot = order % plan.expert_slots
     return Copy("experts", slot, "read", start, at + order * share, f"layer {layer}", "routed experts")
 

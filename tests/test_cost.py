@@ -18,7 +18,7 @@ from megakernel.pipeline import KINDS
 from megakernel.plan import BYTES, Plan
 from megakernel.rates import rates_of
 from megakernel.schedule import Loop
-from megakernel.schedule_names import expected_experts
+from megakernel.visits import expected_experts
 from model.config import ModelConfig
 
 V7X = find_target("v7x")

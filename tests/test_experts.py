@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from megakernel import Plan, find_target, make_plan
 from megakernel.memory import weight_buffers
 from megakernel.pack_experts import pack_experts, pack_mxfp4
-from megakernel.phases.experts import expert_output
+from megakernel.phases.experts import expert_hidden, expert_output
 from megakernel.phases.mxfp4 import decode_mxfp4, mxfp4_dot
 from megakernel.split import Split
 from megakernel.target import TARGETS
@@ -140,11 +140,11 @@ def expert_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 @functools.cache
 def compiled_expert(plan: Plan) -> Any:
     def kernel(x: Any, gate_up: Any, down: Any, out: Any) -> None:
-        out[...] = expert_output(plan, x[...], gate_up[...], down[...])
+        out[...] = expert_output(plan, expert_hidden(plan, x[...], gate_up[...]), gate_up[...], down[...])
 
     def run(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
         shape = jax.ShapeDtypeStruct((len(x), down.shape[1]), jnp.float32)
-        return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x.astype(plan.activations), gate_up, down)
+        return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x, gate_up, down)
 
     return jax.jit(run)
 

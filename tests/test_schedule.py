@@ -13,7 +13,8 @@ from megakernel import find_target, make_plan, memory
 from megakernel.aot import AotError, compile_for, launch_arguments, short_reason
 from megakernel.phase_bundles import phase_bundles
 from megakernel.schedule import Loop, ScheduleError, buffer_numbers, parse_bundles, read_schedule, read_vmem
-from megakernel.schedule_names import expected_experts, name_loops
+from megakernel.schedule_names import name_loops
+from megakernel.visits import expected_experts, expected_visits
 from model.config import ModelConfig
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

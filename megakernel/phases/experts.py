@@ -38,7 +38,7 @@ def run_experts(
     """
     total[...] = jnp.zeros(total.shape, jnp.float32)
     layer = _Layer(plan, counts, moe_layer, weights, x, experts, visits, total)
-    if plan.overlaps_experts:
+    if plan.experts_held > 1:
         layer.run_overlapped()
     else:
         layer.run_one_by_one()
@@ -94,7 +94,7 @@ class _Layer:
             when(self.visits.is_first(visit))(meet_expert)
 
     def start_ahead(self, order: Scalar) -> None:
-        read = order - (2 if self.plan.overlaps_experts else 1)
+        read = order - self.plan.experts_held
         ahead = read + self.plan.expert_slots
 
         @when((read >= 0) & (ahead < self.counts.experts))
