@@ -246,7 +246,9 @@ class Plan:
     @property
     def max_expert_visits(self) -> int:
         """Of the experts that one core holds a part of."""
-        tile_choices = min(self.split.experts, min(self.expert_rows, self.live_rows) * self.config.num_experts_per_token)
+        tile_choices = min(
+            self.split.experts, min(self.expert_rows, self.live_rows) * self.config.num_experts_per_token
+        )
         return self.expert_tiles * tile_choices
 
     # ---- memory maps, in bytes ----
