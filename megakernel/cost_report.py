@@ -19,8 +19,8 @@ from megakernel.pipeline import KINDS
 from megakernel.plan import Plan
 from megakernel.rates import Rates
 from megakernel.report import plural, size
-from megakernel.visits import expected_experts
 from megakernel.split import split_choices
+from megakernel.visits import expected_experts
 
 ROWS = tuple(PUBLISHED_SECONDS)
 _VERIFIED = 8

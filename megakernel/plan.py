@@ -246,10 +246,8 @@ class Plan:
     @property
     def max_expert_visits(self) -> int:
         """Of the experts that one core holds a part of."""
-        tile_choices = min(
-            self.split.experts, min(self.expert_rows, self.live_rows) * self.config.num_experts_per_token
-        )
-        return self.expert_tiles * tile_choices
+        rows_of_tile = min(self.expert_rows, self.live_rows)
+        return self.expert_tiles * min(self.split.experts, rows_of_tile * self.config.num_experts_per_token)
 
     # ---- memory maps, in bytes ----
 

@@ -516,16 +516,8 @@ def test_every_product_and_every_phase_has_a_replacement() -> None:
     """A new phase or matrix must be added above."""
     assert set(ZEROED) == set(open_session(model_named("k3-mini")).plan.matrices)
     replaced = {(module.__name__, attribute) for module, attribute, _ in REPLACEMENTS.values()}
-    helpers = {
-        "accumulate",
-        "store_rows",
-        "pad_rows",
-        "expert_hidden",
-        "expert_output",
-        "argmax",
-        "sortable",
-        "Scratch",
-    }
+    helpers = {"accumulate", "store_rows", "pad_rows", "argmax", "sortable", "Scratch"}
+    helpers |= {"expert_hidden", "expert_output"}
     helpers |= {"RowSampling", "poison"}  # the latter: `test_decode_edges` puts NaN into every tensor
     helpers |= {"load_shards"}  # on several cores only, in place of `load_logits`
     helpers |= {"noise"}  # replaced with `choose_token`

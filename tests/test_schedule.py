@@ -160,8 +160,11 @@ def kernel_of_loops():
     pages = touching("queries", inner=[touching("page_done", inner=[touching("page"), touching("fresh")])])
     kda = touching("ring", "state", inner=[touching("ring", "out_kda_in"), touching("trial_state"), *send])
     mla = touching("ring", "fresh", inner=[pages, touching("ring", "out_mla_out")])
-    experts = touching("expert_sum", "expert_in_done", inner=[touching("expert_in_done")])
-    moe = touching("ring", "expert_sum", inner=[touching("expert_in_done"), touching("chosen_experts"), experts])
+    start = touching("expert_in_done", "chosen_experts")
+    visits = touching("expert_sum", "expert_visits", inner=[touching("expert_in_done", inner=[start])])
+    experts = touching("expert_sum", "expert_in_done", bundles=70, inner=[touching("expert_in_done"), visits])
+    listed = touching("chosen_experts", "expert_visits")
+    moe = touching("ring", "expert_sum", inner=[touching("expert_in_done"), listed, experts])
     dense = touching("ring")
     layer = touching("stream", bundles=500, inner=[touching("stream", bundles=6), kda, mla, moe, dense])
     draw = touching("row_logits", inner=[touching("scaled_logits")])
@@ -188,7 +191,10 @@ def test_loops_are_named_by_what_they_touch(k3_plan):
     assert [loop.name for loop in layer.inner] == ["write snapshot", "KDA", "MLA", "MoE", "dense"]
     assert [loop.name for loop in kda.inner] == ["product kda_in", "token", "send", "send"]
     assert [loop.name for loop in mla.inner] == ["sequence", "product mla_out"]
-    assert [loop.name for loop in moe.inner] == ["start an expert", "find an expert", "expert"]
+    assert [loop.name for loop in moe.inner] == ["start an expert", "find an expert", "experts"]
+    first_start, visits = moe.inner[2].inner
+    assert first_start.name == "start an expert"
+    assert [loop.name for _, loop in visits.walk()] == ["expert", "next expert", "start an expert"]
     assert sampling.inner[1].name == "draw (if sampled)"
     assert send.turns == 31
     assert dense.turns == pytest.approx(1 / 93)
@@ -206,7 +212,13 @@ def test_loops_turn_as_often_as_the_plan_says(k3_plan):
     assert layer.turns * snapshot.turns == pytest.approx(8)
     sequence = mla.inner[0]
     assert (sequence.turns, sequence.inner[0].turns) == (2, 16)
-    assert [loop.turns for loop in moe.inner] == pytest.approx([4, experts - 4, experts])
+    assert [loop.turns for loop in moe.inner] == pytest.approx([4, experts - 4, 1])
+    first_start, visits = moe.inner[2].inner
+    (next_expert,) = visits.inner
+    assert first_start.turns == 0
+    assert visits.turns == pytest.approx(expected_visits(k3_plan) - 1) == pytest.approx(31, rel=0.01)
+    assert next_expert.turns * expected_visits(k3_plan) == pytest.approx(experts)
+    assert next_expert.inner[0].turns * experts == pytest.approx(experts - 4)
     assert layer.executed == pytest.approx(500 + sum(loop.turns * loop.executed for loop in layer.inner))
 
 
@@ -217,9 +229,21 @@ def test_phases_add_up_to_the_round(k3_plan):
     assert sum(found.values()) == pytest.approx(program.inner[1].executed)
     assert found["ends of a step"] == 200
     assert found["mix and norm"] == pytest.approx(93 * 500 + 8 * 6)
-    assert found["experts"] == pytest.approx(
-        92 * program.inner[1].inner[0].inner[3].inner[2].executed * expected_experts(k3_plan)
+    experts = program.inner[1].inner[0].inner[3].inner[2]
+    assert 92 * (70 + 30 * 10) < found["experts"] == pytest.approx(92 * experts.executed)
+
+
+def test_experts_that_meet_all_rows_are_one_loop():
+    plan = make_plan(ModelConfig.preset("k3-mini"), sequences=2, expert_slots=2)
+    assert (plan.experts_held, plan.expert_tiles) == (1, 1)
+    experts = touching("expert_sum", "expert_in_done", inner=[touching("expert_in_done")])
+    layer = touching(
+        "stream", inner=[touching("trial_state"), touching("page_done"), touching("ring", inner=[experts])]
     )
+    name_loops(Loop("program", inner=[Loop(bundles=9, inner=[layer])]), plan)
+    assert (experts.name, experts.inner[0].name) == ("expert", "start an expert")
+    assert experts.turns == expected_experts(plan) == expected_visits(plan)
+    assert experts.turns * experts.inner[0].turns == pytest.approx(expected_experts(plan) - 2)
 
 
 def test_loops_of_another_shape_stay_unnamed():

@@ -1,4 +1,4 @@
-"""Experts meet the rows that chose them, and only those: what is listed, what is summed, and when a slot is refilled."""
+"""Experts meet the rows that chose them, no others: what is listed, what is summed, when a slot is refilled."""
 
 from __future__ import annotations
 
@@ -135,9 +135,7 @@ def outputs(config: ModelConfig) -> np.ndarray:
     first = LAYER * config.num_experts
     banks = [array[first : first + config.num_experts] for array in bank(config)]
     rows = [inputs()[row : row + 1] for row in range(ROWS)]
-    return np.array(
-        [[np.asarray(one(x, gate_up, down))[0] for x in rows] for gate_up, down in zip(*banks, strict=True)]
-    )
+    return np.array([[np.asarray(one(x, *expert))[0] for x in rows] for expert in zip(*banks, strict=True)])
 
 
 def expected(config: ModelConfig, weights: np.ndarray) -> np.ndarray:
