@@ -237,9 +237,7 @@ def test_experts_that_meet_all_rows_are_one_loop():
     plan = make_plan(ModelConfig.preset("k3-mini"), sequences=2, expert_slots=2)
     assert (plan.experts_held, plan.expert_tiles) == (1, 1)
     experts = touching("expert_sum", "expert_in_done", inner=[touching("expert_in_done")])
-    layer = touching(
-        "stream", inner=[touching("trial_state"), touching("page_done"), touching("ring", inner=[experts])]
-    )
+    layer = touching("stream", inner=[touching("trial_state"), touching("fresh"), touching("ring", inner=[experts])])
     name_loops(Loop("program", inner=[Loop(bundles=9, inner=[layer])]), plan)
     assert (experts.name, experts.inner[0].name) == ("expert", "start an expert")
     assert experts.turns == expected_experts(plan) == expected_visits(plan)
