@@ -105,6 +105,17 @@ def test_simulator_agrees_bit_for_bit(direction: str, knobs: dict[str, int]) -> 
     assert symptoms(found, interpreted(random_model)) == set()
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_experts_that_meet_single_rows_have_no_race(direction: str) -> None:
+    """As on a TPU: one visit beside the next, in two slots. `test_visits` plants the defects."""
+    model, knobs = random_model(num_experts=40), {"target": "v7x", "ring_depth": 3, "expert_slots": 2}
+    plan = open_session(model, len(ASKS), page=PAGE, **knobs).plan
+    assert (plan.expert_rows, plan.experts_held) == (1, 2)
+    found = outcome(model, direction, **knobs)
+    assert (found.error, found.races) == ("", [])
+    assert symptoms(found, outcome(model, None, **knobs)) == set()
+
+
 # ---- the kernel with a wait taken away ----
 
 Defect = Callable[[pytest.MonkeyPatch], None]
@@ -240,7 +251,7 @@ DEFECTS: dict[str, Defect] = {
     "state window used before it is read": skipped(stream.Window, "wait_read"),
     "state window read before it is written": without_wait(stream.Window, "start_read", "_write"),
     "state window not drained": skipped(stream.Window, "drain"),
-    "experts not waited for": without_wait(stream.Experts, "take", "_copies"),
+    "experts not waited for": without_wait(stream.Experts, "wait", "_copies"),
     "latent page not waited for": without_wait(stream.LatentPages, "take", "_copy"),
     "latent pages in one window": one_page_window,
     "latent group used before it is read": skipped(stream.LatentGroups, "wait_read"),
