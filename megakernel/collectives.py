@@ -2,7 +2,7 @@
 
 One exchange is an all-to-all. Core `me` sends core p a piece `[rows, lanes]`, which lands in `inbox[half, me]` of core
 p; its own piece it stores there itself. A gather sends everyone the same piece; a scatter sends core p the columns that
-core p owns, and p adds up what arrives in the order of the senders, so that bits never depend on who came first.
+core p owns.
 
 The two halves of the inbox take turns and nothing is acknowledged:
 
@@ -32,20 +32,18 @@ from megakernel.stream import Ref, Scalar
 
 _UNROLLED_PEERS = 8
 """Sends to at most this many peers are written out; more go through a loop."""
-_EXPONENT_BIAS = 127  # of float32
-_FLOAT8_BITS, _INT8_BITS = 7, 6  # a scaled row's peak lies in [2 ** bits, 2 ** (bits + 1))
-_INT8_MAX = 127
-_LARGEST_SHIFT = 120
+_WORD_ROWS = 8
+"""Rows of a tile of 32-bit numbers; narrower ones are packed in proportion."""
 
 
 def exchange_scratch(cores: int, rows: int, lanes: int, wire: Any) -> list[Any]:
-    """Scratch of one `Exchange`, in the order of its constructor: outbox, inbox, sent, received, half."""
+    """Scratch of one `Exchange`, in the order of its constructor: inbox, sent, received, half, outbox."""
     return [
-        pltpu.VMEM((cores, rows, lanes), wire),
         pltpu.VMEM((2, cores, rows, lanes), wire),
         pltpu.SemaphoreType.DMA((1,)),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SMEM((1,), jnp.int32),
+        pltpu.VMEM((cores, rows, lanes), wire),
     ]
 
 
@@ -58,21 +56,25 @@ class Exchange:
     Args:
       axis: name of the mesh's only axis, so that a core's place on it is its device id; cores: its size. Devices in
         chip-major order make farthest-first sends end with the sibling core.
-      outbox: [cores, rows, lanes] in the wire's dtype.
-      inbox: [2, cores, rows, lanes] in the wire's dtype. If `lanes` is a multiple of 128, pieces travel as whole tiles.
+      inbox: [2, cores, rows, lanes] in the wire's dtype; lanes in whole tiles of 128.
       sent, received: DMA semaphores, [1] and one per half of the inbox.
       half: [1] i32 in SMEM, the half of the latest exchange.
+      outbox: [cores, rows, lanes] in the wire's dtype; gathers do without.
     """
 
-    def __init__(self, axis: str, cores: int, outbox: Ref, inbox: Ref, sent: Ref, received: Ref, half: Ref):
+    def __init__(
+        self, axis: str, cores: int, inbox: Ref, sent: Ref, received: Ref, half: Ref, outbox: Ref | None = None
+    ):
         self.axis, self.cores = axis, cores
-        self.outbox, self.inbox = outbox, inbox
+        self.inbox, self.outbox = inbox, outbox
         self.sent, self.received, self.half = sent, received, half
-        self.rows, self.lanes = outbox.shape[1:]
-        self.tile = 1 if self.lanes % LANES else LANES
+        self.rows, self.lanes = inbox.shape[2:]
+        assert self.lanes % LANES == 0, f"{self.lanes} lanes are no whole tiles"
         self.me = lax.axis_index(axis) if cores > 1 else jnp.int32(0)
         self._places: list[tuple[int, int]] = []
         """(first lane, width) of each value of the exchange in flight."""
+        self._tall = self.rows
+        """Rows of the exchange in flight."""
 
     def begin(self, barrier: bool) -> None:
         """Once a launch, before the first exchange.
@@ -91,19 +93,20 @@ class Exchange:
         """Everyone gets everyone's values; several small ones ride together, each from a tile of its own on.
 
         Args:
-          values: each [rows, width].
+          values: each [rows, width]; a single one may have fewer rows than the inbox.
         """
-        half = self._open([value.shape[-1] for value in values])
+        half = self._open([value.shape[-1] for value in values], len(values[0]))
         for value, (first, width) in zip(values, self._places, strict=True):
-            self.inbox[half, self.me, :, first : first + width] = value.astype(self.inbox.dtype)
+            self.inbox[half, self.me, : len(value), first : first + width] = value.astype(self.inbox.dtype)
         mine = self._piece(self.inbox.at[half, self.me])
         self._send(half, lambda peer: mine)
 
-    def start_scatter(self, partial: jax.Array | Ref, width: int) -> None:
+    def start_scatter(self, partial: jax.Array | Ref, width: int, *shared: jax.Array) -> None:
         """Core p gets lanes [p * width, (p + 1) * width) of everyone's partial; what lies beyond the array is zero.
 
         Args:
           partial: [rows, columns] with columns <= cores * width.
+          shared: [rows, n] each, what everyone gets beside its own columns.
         """
         columns = partial.shape[-1]
         assert columns <= self.cores * width, f"{columns} columns are more than {self.cores} cores own"
@@ -112,32 +115,38 @@ class Exchange:
             first = peer * width
             return partial[:, first : min(first + width, columns)] if first < columns else None
 
-        self.start_each(columns_of, width)
+        self.start_each(columns_of, width, *shared)
 
-    def start_each(self, piece_of: Callable[[int], jax.Array | None], width: int) -> None:
+    def start_each(self, piece_of: Callable[[int], jax.Array | None], width: int, *shared: jax.Array) -> None:
         """Core p gets `piece_of(p)`.
 
         Args:
           piece_of: core -> [rows, at most width], or None for nothing; zeros follow up to `width`.
+          shared: [rows, n] each, what everyone gets beside.
         """
-        half = self._open([width])
+        outbox = self.outbox
+        assert outbox is not None, "an exchange without an outbox gathers only"
+        half = self._open([width, *(value.shape[-1] for value in shared)], self.rows)
         for peer in range(self.cores):
             piece = piece_of(peer)
             filled = 0
             if piece is not None:
                 filled = piece.shape[-1]
-                self.outbox[peer, :, :filled] = piece.astype(self.outbox.dtype)
+                outbox[peer, :, :filled] = piece.astype(outbox.dtype)
             if filled < width:
-                self.outbox[peer, :, filled:width] = jnp.zeros((self.rows, width - filled), self.outbox.dtype)
-        self.inbox[half, self.me, :, :width] = self.outbox[self.me, :, :width]
-        self._send(half, lambda peer: self._piece(self.outbox.at[peer]))
+                outbox[peer, :, filled:width] = jnp.zeros((self.rows, width - filled), outbox.dtype)
+            for value, (first, lanes) in zip(shared, self._places[1:], strict=True):
+                outbox[peer, :, first : first + lanes] = value.astype(outbox.dtype)
+        for first, lanes in self._places:
+            self.inbox[half, self.me, :, first : first + lanes] = outbox[self.me, :, first : first + lanes]
+        self._send(half, lambda peer: self._piece(outbox.at[peer]))
 
     def finish(self) -> tuple[Ref, ...]:
         """Waits for all pieces, and until the own ones have left.
 
         Returns:
           for each value of the exchange a Ref [cores, rows, width rounded up to whole tiles], to be read before the
-          next start. What lies beyond `width` means nothing.
+          next start. What lies beyond `width`, or beyond the rows that were sent, means nothing.
         """
         assert self._places, "finish without a start"
         half = self.half[0]
@@ -145,25 +154,18 @@ class Exchange:
             self._wait_received(half)
             self._wait_sent(half)
         places, self._places = self._places, []
-        return tuple(self.inbox.at[half, :, :, pl.ds(first, round_up(width, self.tile))] for first, width in places)
+        return tuple(self.inbox.at[half, :, :, pl.ds(first, round_up(width, LANES))] for first, width in places)
 
-    def finish_sum(self) -> jax.Array:
-        """Waits as `finish` does; the sum over the senders, in their order.  # [rows, width] f32"""
-        widths = [width for _, width in self._places]
-        (pieces,), (width,) = self.finish(), widths
-        total = pieces[0].astype(jnp.float32)
-        for sender in range(1, self.cores):
-            total = total + pieces[sender].astype(jnp.float32)
-        return total[:, :width]
-
-    def _open(self, widths: list[int]) -> Scalar:
+    def _open(self, widths: list[int], rows: int) -> Scalar:
         """Gives each value its place and turns to the other half."""
         assert not self._places, "start while an exchange is in flight"
         first = 0
         for width in widths:
             self._places.append((first, width))
-            first += round_up(width, self.tile)
+            first += round_up(width, LANES)
         assert 0 < first <= self.lanes, f"pieces of {first} lanes in a buffer of {self.lanes}"
+        packed_rows = _WORD_ROWS * 4 // self.inbox.dtype.itemsize
+        self._tall = min(round_up(rows, packed_rows), self.rows)
         half = self._other(self.half[0])
         self.half[0] = half
         return half
@@ -176,10 +178,10 @@ class Exchange:
     def _travelling(self) -> int:
         """Lanes of a piece of the exchange in flight."""
         first, width = self._places[-1]
-        return first + round_up(width, self.tile)
+        return first + round_up(width, LANES)
 
     def _piece(self, ref: Ref) -> Ref:
-        return ref.at[:, pl.ds(0, self._travelling)]
+        return ref.at[pl.ds(0, self._tall), pl.ds(0, self._travelling)]
 
     def _send(self, half: Scalar, piece_for: Callable[[Scalar], Ref]) -> None:
         landing = self._piece(self.inbox.at[half, self.me])
@@ -199,7 +201,7 @@ class Exchange:
 
     def _all_but_one(self, half: Scalar, done: Ref) -> Any:
         """A copy of as many bytes as come from, or go to, all other cores; only ever waited for."""
-        pieces = self.inbox.at[half, pl.ds(0, self.cores - 1), :, pl.ds(0, self._travelling)]
+        pieces = self.inbox.at[half, pl.ds(0, self.cores - 1), pl.ds(0, self._tall), pl.ds(0, self._travelling)]
         return pltpu.make_async_copy(pieces, pieces, done)
 
     def _for_each_peer(self, visit: Callable[[Scalar], None]) -> None:
@@ -215,120 +217,3 @@ class Exchange:
         if self.cores & (self.cores - 1) == 0:
             return self.me ^ distance
         return lax.rem(self.me + distance, jnp.int32(self.cores))
-
-
-def side_by_side(pieces: Ref, width: int, total: int, exponents: Ref | None = None) -> jax.Array:
-    """Undoes the split of `total` columns into `width` per core: core c owns [c * width, min((c + 1) * width, total)).
-
-    Args:
-      pieces: [cores, rows, lanes] whose first `width` lanes count.
-      width: on a TPU a multiple of 128, or a divisor of it.
-      exponents: [cores, rows, lanes] if the pieces travelled as `scaled` ones.
-    Returns:
-      [rows, total rounded up to 128] f32, zero beyond `total`.
-    """
-    owners, padded = -(-total // width), round_up(total, LANES)
-
-    def piece(core: int, lanes: int) -> jax.Array:
-        values = pieces[core, :, :lanes].astype(jnp.float32)
-        return values if exponents is None else unscaled(values, exponents[core])
-
-    if LANES % width or pieces.shape[-1] < LANES:
-        laid = jnp.concatenate([piece(core, width) for core in range(owners)], axis=1)
-        missing = max(padded - owners * width, 0)
-        laid = jnp.pad(laid, ((0, 0), (0, missing)))[:, :padded] if laid.shape[1] != padded else laid
-    else:
-        tile_pieces, tiles = LANES // width, []
-        for first in range(0, owners, tile_pieces):
-            there = range(first, min(first + tile_pieces, owners))
-            tiles.append(one_tile([piece(core, LANES) for core in there], width))
-        laid = jnp.concatenate(tiles, axis=1)
-    column = lax.broadcasted_iota(jnp.int32, laid.shape, 1)
-    return laid if total == padded else jnp.where(column < total, laid, 0.0)
-
-
-def one_tile(pieces: list[jax.Array], width: int) -> jax.Array:
-    """The first `width` lanes of each piece, one after the other.  # each [rows, 128] f32 -> [rows, 128] f32"""
-    lane = lax.broadcasted_iota(jnp.int32, pieces[0].shape, 1)
-    tile = pieces[0]
-    for number, piece in enumerate(pieces[1:], start=1):
-        tile = jnp.where(lane < number * width, tile, pltpu.roll(piece, number * width, 1))
-    return tile
-
-
-def split3(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Three float32 values of bfloat16 precision whose sum is `x` exactly, so that statistics survive a bfloat16 wire.
-
-    Holds for zeros and 2**-103 <= |x| < infinity; what is not finite arrives as NaN or infinity. Bits are cut off, not
-    rounded: a compiler that may keep excess precision would drop a conversion to bfloat16 and back.
-    """
-    high = _leading_bits(x)
-    middle = _leading_bits(x - high)
-    return high, middle, x - high - middle
-
-
-def join3(high: jax.Array, middle: jax.Array, low: jax.Array) -> jax.Array:
-    """What `split3` took apart."""
-    return high.astype(jnp.float32) + (middle.astype(jnp.float32) + low.astype(jnp.float32))
-
-
-def statistics(*columns: jax.Array) -> jax.Array:
-    """Float32 numbers, one of each kind a row, for a bfloat16 wire: three lanes each, see `split3`.
-
-    Args:
-      columns: each [rows, 1] f32.
-    Returns:
-      [rows, 3 * columns] f32
-    """
-    lanes = [lane for column in columns for lane in split3(column)]
-    at = lax.broadcasted_iota(jnp.int32, (columns[0].shape[0], len(lanes)), 1)
-    laid = jnp.zeros(at.shape, jnp.float32)
-    for number, lane in enumerate(lanes):
-        laid = jnp.where(at == number, lane, laid)
-    return laid
-
-
-def statistic(piece: jax.Array, number: int) -> jax.Array:
-    """Column `number` of what `statistics` made.  # piece [rows, lanes] -> [rows, 1] f32"""
-    high, middle, low = (piece[:, 3 * number + part : 3 * number + part + 1] for part in range(3))
-    return join3(high, middle, low)
-
-
-def _leading_bits(x: jax.Array) -> jax.Array:
-    """`x` cut to the eight significant bits of a bfloat16."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def scaled(x: jax.Array, wire: Any) -> tuple[jax.Array, jax.Array]:
-    """`x` for a wire of eight bits: each row times a power of two that brings it into range, and the exponents.
-
-    Gather both (`start_gather(*scaled(x, wire))`); `unscaled`, or `side_by_side`, undoes it.
-
-    Args:
-      x: [rows, width] f32, finite.
-      wire: float8_e4m3fn or int8.
-    Returns:
-      values in the wire's range [rows, width] f32, whole numbers for int8; exponents [rows, 2] f32, small whole numbers
-      that both wires hold exactly.
-    """
-    peak = jnp.max(jnp.abs(x), axis=1, keepdims=True)
-    exponent = (lax.bitcast_convert_type(peak, jnp.int32) >> 23) - _EXPONENT_BIAS  # 2 ** exponent <= peak
-    whole = jnp.issubdtype(wire, jnp.integer)
-    shift = jnp.clip(exponent - (_INT8_BITS if whole else _FLOAT8_BITS), -_LARGEST_SHIFT, _LARGEST_SHIFT)
-    values = x * _power_of_two(-shift)
-    if whole:
-        values = jnp.clip(jnp.round(values), -_INT8_MAX, _INT8_MAX)
-    high = shift >> 4
-    lane = lax.broadcasted_iota(jnp.int32, (x.shape[0], 2), 1)
-    return values, jnp.where(lane == 0, high, shift - (high << 4)).astype(jnp.float32)
-
-
-def unscaled(values: jax.Array, exponents: jax.Array) -> jax.Array:
-    """What `scaled` scaled.  # values [rows, width], exponents [rows, lanes] -> [rows, width] f32"""
-    high, low = (exponents[:, part : part + 1].astype(jnp.float32).astype(jnp.int32) for part in range(2))
-    return values.astype(jnp.float32) * _power_of_two((high << 4) + low)
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type((exponent + _EXPONENT_BIAS) << 23, jnp.float32)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
-from megakernel.collectives import Exchange, join3, side_by_side, split3, statistic, statistics
-from megakernel.phases.linear import whole_tiles
+from megakernel.collectives import Exchange
+from megakernel.messages import exact_lanes
+from megakernel.phases.linear import rounded, whole_tiles
 from megakernel.plan import Plan
-from megakernel.program import LANES, round_up
-from megakernel.stream import Scalar
+from megakernel.stream import Ref, Scalar
+from megakernel.totals import OneHop, Totals, TwoHops
+from megakernel.wire import join3, side_by_side, split3
 
 AXIS = "tp"
 """The mesh axis over which a model is divided."""
@@ -43,25 +44,18 @@ class Cores(Protocol):
         """First of the experts of which this core holds a part."""
         ...
 
-    def own_lanes(self, width: int) -> Any:
-        """Lanes of this core's piece of a vector that is summed over cores."""
-        ...
-
     def start_gather(self, pieces: Sequence[Piece]) -> None: ...
 
     def finish_gather(self) -> list[jax.Array]:
         """The vectors whose pieces were given.  # [rows, at least total] f32 each"""
         ...
 
-    def start_sum(self, partial: Sequence[jax.Array], number: jax.Array | None = None) -> None:
-        """Begins to add up partial sums over cores, and one number a row that every core needs.
-
-        partial: [rows, width] f32 each; number: [rows, 1] f32.
-        """
+    def start_total(self, partial: jax.Array) -> None:
+        """Begins to add up what each core has.  # [rows, width] f32"""
         ...
 
-    def finish_sum(self) -> list[jax.Array]:
-        """Own pieces of the sums over cores, and last the sum of the numbers.  # [rows, own width or 1] f32 each"""
+    def finish_total(self) -> jax.Array:
+        """The sum over cores, in the activation format.  # [rows, width] f32"""
         ...
 
 
@@ -70,11 +64,9 @@ class OneCore:
 
     first_expert = 0
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self._in_flight: list[jax.Array] = []
-
-    def own_lanes(self, width: int) -> Any:
-        return slice(0, width)
 
     def start_gather(self, pieces: Sequence[Piece]) -> None:
         self._in_flight = [piece.value for piece in pieces]
@@ -82,110 +74,69 @@ class OneCore:
     def finish_gather(self) -> list[jax.Array]:
         return self._in_flight
 
-    def start_sum(self, partial: Sequence[jax.Array], number: jax.Array | None = None) -> None:
-        self._in_flight = [*partial] if number is None else [*partial, number]
+    def start_total(self, partial: jax.Array) -> None:
+        self._in_flight = [rounded(self.plan, partial)]
 
-    def finish_sum(self) -> list[jax.Array]:
-        return self._in_flight
+    def finish_total(self) -> jax.Array:
+        return self._in_flight[0]
 
 
 class ManyCores:
-    """Cores on the mesh axis `tp`; all of them run the same program in step.
+    """Cores on the mesh axis `tp`; all of them run the same program in step, and hold the same bits of all they share.
 
-    Sums are taken in the order of the cores by the core that owns the piece, and gathered from there, so that all cores
-    hold the same bits of everything that they share.
+    Args:
+      pieces: exchange in which everyone gets everyone's piece, in the activation format.
+      totals: exchange for partial sums, see `megakernel.totals`.
     """
 
-    def __init__(self, plan: Plan, exchange: Exchange):
-        self.plan, self.split, self.exchange = plan, plan.split, exchange
-        self.exact_wire = exchange.inbox.dtype == jnp.float32
-        self._pieces: Sequence[Piece] = ()
-        self._widths: list[int] = []
-        self._has_number = False
+    def __init__(self, plan: Plan, pieces: Exchange, totals: Exchange):
+        self.plan, self.split, self.pieces = plan, plan.split, pieces
+        self.exchanges = (pieces, totals)
+        self.totals: Totals = OneHop(plan, totals) if plan.hops == 1 else TwoHops(plan, totals, self._gather)
+        self._in_flight: Sequence[Piece] = ()
+
+    @property
+    def me(self) -> Scalar:
+        """This core's place on the mesh axis."""
+        return self.pieces.me
 
     @property
     def first_expert(self) -> Scalar:
-        group = lax.div(self.exchange.me, jnp.int32(self.split.expert_parts))
+        group = lax.div(self.me, jnp.int32(self.split.expert_parts))
         return group * self.split.experts
 
-    def own_lanes(self, width: int) -> Any:
-        """A core that owns nothing looks at the last piece; nobody looks at what it makes of it."""
-        piece = self.split.sum_piece(width)
-        last = self.split.owners(width, piece) - 1
-        return pl.ds(pl.multiple_of(jnp.minimum(self.exchange.me, last) * piece, LANES), piece)
-
     def start_gather(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        values: list[jax.Array] = []
+        self._in_flight = pieces
+        values = []
         for piece in pieces:
             value = piece.value[: self.plan.wire_rows]
-            values += split3(value) if self._in_three(piece) else [value]
-        self.exchange.start_gather(*values)
+            values.append(jnp.concatenate(split3(value), axis=1) if self._in_three(piece) else value)
+        self.pieces.start_gather(*values)
 
     def finish_gather(self) -> list[jax.Array]:
-        arrived = iter(self.exchange.finish())
-        whole = []
-        for piece in self._pieces:
-            width = piece.value.shape[1]
-            parts = [side_by_side(next(arrived), width, piece.total) for _ in range(3 if self._in_three(piece) else 1)]
-            whole.append(self._all_rows(join3(*parts) if len(parts) == 3 else parts[0]))
-        return whole
+        arrived = zip(self._in_flight, self.pieces.finish(), strict=True)
+        return [self._all_rows(self._whole(piece, ref)) for piece, ref in arrived]
+
+    def start_total(self, partial: jax.Array) -> None:
+        self.totals.start(partial[: self.plan.wire_rows])
+
+    def finish_total(self) -> jax.Array:
+        return self._all_rows(self.totals.finish())
+
+    def _gather(self, own: jax.Array, total: int) -> jax.Array:
+        """# [wire rows, piece] f32 -> [wire rows, total] f32"""
+        self.start_gather([Piece(own, total)])
+        return self.finish_gather()[0][: self.plan.wire_rows, :total]
+
+    def _whole(self, piece: Piece, arrived: Ref) -> jax.Array:
+        width = piece.value.shape[1]
+        if not self._in_three(piece):
+            return side_by_side(arrived, width, piece.total)
+        return join3(*(side_by_side(arrived, width, piece.total, part * width) for part in range(3)))
+
+    def _in_three(self, piece: Piece) -> bool:
+        return piece.exact and exact_lanes(self.plan, 1) == 3
 
     def _all_rows(self, live: jax.Array) -> jax.Array:
         """Rows that did not travel are zero.  # [wire rows, n] -> [rows, n]"""
         return whole_tiles([live], self.plan.rows)
-
-    def _in_three(self, piece: Piece) -> bool:
-        return piece.exact and not self.exact_wire
-
-    def start_sum(self, partial: Sequence[jax.Array], number: jax.Array | None = None) -> None:
-        self._widths = [self.split.sum_piece(value.shape[1]) for value in partial]
-        self._has_number = number is not None
-        rows = self.plan.wire_rows
-        partial = [value[:rows] for value in partial]
-        shared = [] if number is None else [statistics(number[:rows])]
-        width = sum(self._widths) + sum(value.shape[1] for value in shared)
-
-        def piece_of(core: int) -> jax.Array | None:
-            own = [_lanes_of(value, core, size) for value, size in zip(partial, self._widths, strict=True)]
-            return jnp.concatenate([*own, *shared], axis=1)
-
-        self.exchange.start_each(piece_of, width)
-
-    def finish_sum(self) -> list[jax.Array]:
-        total = self._all_rows(self.exchange.finish_sum())
-        sums, first = [], 0
-        for width in self._widths:
-            sums.append(total[:, first : first + width])
-            first += width
-        return [*sums, statistic(total[:, first:], 0)] if self._has_number else sums
-
-
-def _lanes_of(value: jax.Array, core: int, width: int) -> jax.Array:
-    """Columns of one core, zeros past the end.  # [rows, n] -> [rows, width]"""
-    if core * width >= value.shape[1]:
-        return jnp.zeros((value.shape[0], width), value.dtype)
-    own = value[:, core * width : (core + 1) * width]
-    return jnp.pad(own, ((0, 0), (0, width - own.shape[1]))) if own.shape[1] < width else own
-
-
-def exchange_lanes(plan: Plan) -> int:
-    """Lanes of the widest piece that one core sends another."""
-    split, config = plan.split, plan.config
-    exact = 1 if plan.wire == "float32" else 3
-
-    def tiles(*widths: int) -> int:
-        return sum(round_up(width, LANES) for width in widths)
-
-    gathers = [tiles(split.hidden)]
-    sums = [tiles(split.hidden)]
-    if config.kda_layers:
-        gathers.append((1 if config.use_full_rank_gate else 2) * tiles(split.piece(config.kda_head_dim)))
-    if config.mla_layers:
-        gathers.append(tiles(split.piece(split.low_width)))
-    if plan.moe_layers:
-        latent = [split.piece(config.routed_expert_hidden_size)] if config.latent_experts else []
-        gathers.append(exact * tiles(split.piece(config.num_experts)) + tiles(*latent))
-        sums += [tiles(split.sum_piece(config.routed_expert_hidden_size)), 2 * tiles(split.hidden) + LANES]
-    drafts = plan.drafter.exchange_lanes(split) if plan.drafter else 0
-    return max(*gathers, *sums, drafts)

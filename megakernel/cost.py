@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megakernel import memory
 from megakernel.limits import POSITION_GROUP
+from megakernel.messages import WIRE_BYTES, exact_lanes, total_message
 from megakernel.phase_bundles import PHASES, phase_bundles
 from megakernel.pipeline import KINDS, Kind, Pipeline, Span
 from megakernel.plan import BYTES, Plan
@@ -162,9 +163,8 @@ class _StepModel:
         config = self.plan.config
         self.embed()
         for layer in range(config.num_hidden_layers):
-            self.read_stream()
+            self.read_vectors()
             self.kda_attention() if config.layer_kind(layer) == "kda" else self.mla_attention()
-            self.mix()
             self.moe_ffn() if config.is_moe(layer) else self.dense_ffn()
         self.lm_head()
 
@@ -175,20 +175,25 @@ class _StepModel:
         self.pipe.phase = "ends of a step"
         self.pipe.read("embedding", plan.live_rows * POSITION_GROUP * plan.split.hidden * BYTES[plan.weights])
         self.pipe.wait("embedding")
-        self.set_prefix()
+        self.start_gather("prefix", [plan.split.hidden])()
 
-    def read_stream(self) -> None:
+    def read_vectors(self) -> None:
         """The vectors of the next layer are on their way while this one runs."""
         self.pipe.phase = "mix and norm"
         self.pipe.wait("vectors")
         tables = (memory.weight_buffers(self.plan)[f"{name}_tables"] for name in self.plan.vector_tables)
         self.pipe.read("vectors", sum(t.padded_bytes / t.shape[0] for t in tables))
-        self.mix()
 
-    def mix(self) -> None:
-        self.pipe.phase = "mix and norm"
-        entries = self.plan.config.num_snapshots + 1
+    def mix(self, entries: int) -> None:
+        before, self.pipe.phase = self.pipe.phase, "mix and norm"
         self.vector("mix", MIX_BUNDLES * entries * self.registers(self.plan.config.hidden_size))
+        self.pipe.phase = before
+
+    def mix_beside(self, finish: Callable[[], None]) -> None:
+        """The snapshots while an exchange is under way, then the prefix."""
+        self.mix(self.plan.config.num_snapshots)
+        finish()
+        self.mix(1)
 
     def kda_attention(self) -> None:
         plan, config, split = self.plan, self.plan.config, self.plan.split
@@ -212,7 +217,7 @@ class _StepModel:
         for name in windows:
             self.pipe.write(self.layer_bytes(name))
         self.product("kda_out")
-        self.own_sum()
+        self.mix_beside(self.start_total("attention", config.hidden_size))
 
     def mla_attention(self) -> None:
         plan, config = self.plan, self.plan.config
@@ -232,7 +237,7 @@ class _StepModel:
         self.pipe.write(plan.group_positions * entry)
         self.product("mla_value")
         self.product("mla_out")
-        self.own_sum()
+        self.mix_beside(self.start_total("attention", config.hidden_size))
 
     def attend(self, page_bytes: float) -> None:
         """Two pages are on their way at once."""
@@ -250,53 +255,62 @@ class _StepModel:
         self.pipe.phase = "dense"
         self.product("dense_in")
         self.product("dense_out")
-        self.own_sum()
+        self.mix_beside(self.start_total("dense", self.plan.config.hidden_size))
 
     def moe_ffn(self) -> None:
         plan, config, split = self.plan, self.plan.config, self.plan.split
         self.pipe.phase = "MoE"
+        latent, shared = config.latent_experts, config.num_shared_experts > 0
         self.product("router")
-        exact = 1 if plan.wire == "float32" else 3
-        pieces = [split.piece(config.num_experts)] * exact
-        if config.latent_experts:
+        pieces = [exact_lanes(plan, split.piece(config.num_experts))]
+        if latent:
             self.product("latent")
             pieces.append(split.piece(config.routed_expert_hidden_size))
-        finish = self.start_gather("router and latent", pieces)
-        if config.num_shared_experts:
+        if latent and shared:
+            self.product("shared_in")
+            pieces.append(split.shared_width)
+        finish = self.start_gather("router", pieces)
+        if shared and not latent:
             self.product("shared_in")
         finish()
         self.vector("route", CHOICE_BUNDLES * config.num_experts_per_token)
-        self.routed_experts(plan.expert_slots)
-        self.pipe.phase = "MoE"
-        latent = [config.routed_expert_hidden_size] if config.latent_experts else []
-        finish = self.start_sum("routed experts", latent)
-        if config.num_shared_experts:
+        self.start_experts()
+        if shared:
             self.product("shared_out")
-        finish()
-        if config.latent_experts:
-            self.product("routed_up")
-        widths = [config.hidden_size] * (2 if config.num_shared_experts else 1)
-        self.start_sum("routed and shared", widths, numbers=config.latent_experts)()
-        self.set_prefix()
+        self.run_experts()
+        self.pipe.phase = "MoE"
+        if not latent:
+            width = config.hidden_size * (2 if shared else 1)
+            self.mix_beside(self.start_total("experts", width))
+            return
+        self.start_total("routed experts", config.routed_expert_hidden_size)()
+        self.product("routed_up")
+        self.mix_beside(self.start_gather("prefix", [split.hidden]))
 
-    def routed_experts(self, slots: int) -> None:
+    def start_experts(self) -> None:
+        for number, part in list(enumerate(self.expert_parts()))[: self.plan.expert_slots]:
+            self.pipe.read(f"expert {number}", part * self.plan.expert_bytes)
+
+    def run_experts(self) -> None:
         """The busiest core's share."""
-        plan, count = self.plan, expected_experts(self.plan)
-        sizes = [min(1.0, count - i) for i in range(-int(-count // 1))]
+        parts, slots = self.expert_parts(), self.plan.expert_slots
         self.pipe.phase = "experts"
-        for i, part in enumerate(sizes[:slots]):
-            self.pipe.read(f"expert {i}", part * plan.expert_bytes)
-        visits = expected_visits(plan) / count
-        for i, part in enumerate(sizes):
-            ahead = i + slots - plan.experts_held
-            if slots <= ahead < len(sizes):
-                self.pipe.read(f"expert {ahead}", sizes[ahead] * plan.expert_bytes)
-            self.pipe.wait(f"expert {i}")
+        visits = expected_visits(self.plan) / expected_experts(self.plan)
+        for number, part in enumerate(parts):
+            ahead = number + slots - self.plan.experts_held
+            if slots <= ahead < len(parts):
+                self.pipe.read(f"expert {ahead}", parts[ahead] * self.plan.expert_bytes)
+            self.pipe.wait(f"expert {number}")
             self.vector("expert", part * visits * self.visit_bundles())
+
+    def expert_parts(self) -> list[float]:
+        """The experts of which the busiest core reads its part; the last one counts as far as it is expected."""
+        count = expected_experts(self.plan)
+        return [min(1.0, count - number) for number in range(-int(-count // 1))]
 
     def lm_head(self) -> None:
         plan, config = self.plan, self.plan.config
-        self.read_stream()
+        self.read_vectors()
         self.pipe.phase = "LM head"
         self.product("head")
         self.pipe.phase = "sampling"
@@ -314,27 +328,32 @@ class _StepModel:
 
     # ---- what phases are made of ----
 
-    def own_sum(self) -> None:
-        self.start_sum("sum for the prefix", [self.plan.config.hidden_size])()
-        self.set_prefix()
-
-    def set_prefix(self) -> None:
-        self.start_gather("prefix", [self.plan.split.hidden])()
-
     def start_gather(self, name: str, pieces: Sequence[int]) -> Callable[[], None]:
-        return self._exchange(name, sum(round_up(piece, LANES) for piece in pieces), sides=1)
+        plan = self.plan
+        lanes = sum(round_up(piece, LANES) for piece in pieces)
+        return self._exchange(name, plan.wire_rows, lanes, BYTES[plan.activations], whole=True)
 
-    def start_sum(self, name: str, widths: Sequence[int], numbers: bool = False) -> Callable[[], None]:
-        lanes = sum(self.plan.split.sum_piece(width) for width in widths) + (3 if numbers else 0)
-        return self._exchange(name, round_up(lanes, LANES), sides=2)
-
-    def _exchange(self, name: str, lanes: int, sides: int) -> Callable[[], None]:
-        plan, cores = self.plan, self.plan.split.cores
-        if cores == 1 or not lanes:
+    def start_total(self, name: str, width: int) -> Callable[[], None]:
+        plan = self.plan
+        if plan.split.cores == 1:
             return lambda: None
-        handled = PIECE_BUNDLES * cores * max(_SUBLANES, plan.wire_rows) * lanes / _REGISTER
-        self.vector(f"send {name}", SEND_BUNDLES * (cores - 1) + (sides - 1) * handled)
-        self.pipe.start_exchange(name, plan.wire_rows * lanes * BYTES[plan.wire], cores)
+        message = total_message(plan, width, plan.hops)
+        finish = self._exchange(name, *message, WIRE_BYTES[plan.wire], whole=plan.hops == 1)
+
+        def finish_both() -> None:
+            finish()
+            self.start_gather(name, [plan.split.sum_piece(width)])()
+
+        return finish if plan.hops == 1 else finish_both
+
+    def _exchange(self, name: str, rows: int, lanes: int, item_bytes: int, whole: bool) -> Callable[[], None]:
+        """`whole`: everyone gets the same; otherwise pieces for all cores are laid out before they leave."""
+        cores = self.plan.split.cores
+        if cores == 1:
+            return lambda: None
+        handled = PIECE_BUNDLES * cores * round_up(rows, _SUBLANES) * lanes / _REGISTER
+        self.vector(f"send {name}", SEND_BUNDLES * (cores - 1) + (0 if whole else handled))
+        self.pipe.start_exchange(name, rows * lanes * item_bytes, cores)
 
         def finish() -> None:
             self.pipe.finish_exchange()

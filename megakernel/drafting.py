@@ -52,7 +52,12 @@ class Drafter(Protocol):
         ...
 
     def exchange_lanes(self, split: Split) -> int:
-        """Lanes of the widest piece that one core sends another for a proposal; 0: none."""
+        """Lanes of the widest piece that one core sends everyone for a proposal; 0: none."""
+        ...
+
+    @property
+    def sum_width(self) -> int:
+        """Width of the widest sum over cores that a proposal takes; 0: none."""
         ...
 
     def vmem(self, plan: Plan) -> dict[str, Buffer]: ...
@@ -108,6 +113,10 @@ class Weightless:
         return ()
 
     def exchange_lanes(self, split: Split) -> int:
+        return 0
+
+    @property
+    def sum_width(self) -> int:
         return 0
 
     def vmem(self, plan: Plan) -> dict[str, Buffer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from megakernel import layers, memory, rounds, shared_rows, stream
-from megakernel.collectives import Exchange
 from megakernel.control import when, when_at
-from megakernel.cores import AXIS, Cores, ManyCores, OneCore, Piece
-from megakernel.layers import Step
+from megakernel.cores import Cores, ManyCores, OneCore, Piece
+from megakernel.layers import Step, Work
 from megakernel.limits import POSITION_GROUP
 from megakernel.phases.linear import widened
-from megakernel.phases.mix import mix
+from megakernel.phases.mix import mix_prefix, mix_snapshots
 from megakernel.plan import Plan
 from megakernel.stream import Scalar
 
@@ -70,8 +69,8 @@ def decode_rounds(plan: Plan, refs: SimpleNamespace, lockstep: bool) -> None:
     """The kernel: the whole generation."""
     step = _open_streams(plan, refs)
     if isinstance(step.cores, ManyCores):
-        step.cores.exchange.begin(barrier=not lockstep)
-        shared_rows.logits_exchange(step).begin(barrier=False)
+        for number, exchange in enumerate((*step.cores.exchanges, shared_rows.logits_exchange(step))):
+            exchange.begin(barrier=number == 0 and not lockstep)
     step.tape.prime()
     step.vectors.prime()
     alive = rounds.begin(step)
@@ -116,19 +115,15 @@ def embed(step: Step) -> None:
     for row, token in enumerate(tokens):
         group = widened(refs.embedding_rows[row])  # [POSITION_GROUP, own hidden]
         rows.append(jnp.sum(jnp.where(at == lax.rem(token, POSITION_GROUP), group, 0.0), axis=0, keepdims=True))
-    set_prefix(step, layers.whole_tiles(rows, plan.rows))
-
-
-def set_prefix(step: Step, own: jax.Array) -> None:
-    """Puts the pieces of all cores together.  # own [rows, own hidden] f32, in the activation format"""
-    hidden = step.plan.config.hidden_size
-    step.cores.start_gather([Piece(own, hidden)])
+    hidden = plan.config.hidden_size
+    step.cores.start_gather([Piece(layers.whole_tiles(rows, plan.rows), hidden)])
     (prefix,) = step.cores.finish_gather()
-    step.refs.stream[step.plan.config.num_snapshots] = prefix[:, :hidden]
+    refs.stream[plan.config.num_snapshots] = prefix[:, :hidden]
+    refs.mixture[...] = prefix[:, :hidden]
 
 
 def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
-    """Layer `number`: mix, norm, attention, residual; mix, norm, FFN, residual."""
+    """Layer `number`: norm, attention, residual, mix; norm, FFN, residual, mix for who reads next."""
     plan, refs, config = step.plan, step.refs, step.plan.config
     table = refs.layer_table
     attention_block, ffn_block, kind_index, moe_index, snapshots = (table[number, i] for i in range(5))
@@ -137,15 +132,16 @@ def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
     step.table = step.number * (config.num_hidden_layers + 1) + number
     step.vectors.advance(step.table)
 
-    def read(count: Scalar, mix_name: str, norm_name: str) -> jax.Array:
-        mixture = mix(plan, refs.stream, count, step.vector(mix_name, config.hidden_size))
-        return step.norm(mixture, norm_name)  # [rows, hidden] f32
+    def add(sublayer: Callable[[Work], jax.Array], mix_name: str) -> None:
+        """Adds what a sublayer gives to the prefix, and mixes the prefix with the snapshots for the next sublayer."""
 
-    def add_to_prefix(value: jax.Array) -> None:
-        own = layers.rounded(plan, refs.stream[prefix, :, step.cores.own_lanes(config.hidden_size)] + value)
-        set_prefix(step, own)
+        def meanwhile() -> None:
+            start_mixture(step, snapshots + writes.astype(jnp.int32), mix_name)
 
-    x = read(snapshots, "attn_mix", "attn_norm")
+        refs.stream[prefix] = layers.rounded(plan, refs.stream[prefix] + sublayer(meanwhile))
+        finish_mixture(step, mix_name)
+
+    x = step.norm(refs.mixture[...], "attn_norm")  # [rows, hidden] f32
 
     @when(writes)
     def snapshot() -> None:
@@ -156,31 +152,49 @@ def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
 
         @when_at(jnp.logical_not(is_mla), step_start + attention_block)
         def kda(block: Scalar) -> None:
-            add_to_prefix(layers.kda_attention(step, block, kind_index, x))
+            add(lambda meanwhile: layers.kda_attention(step, block, kind_index, x, meanwhile), "ffn_mix")
 
     if config.mla_layers:
 
         @when_at(is_mla, step_start + attention_block)
         def mla(block: Scalar) -> None:
-            add_to_prefix(layers.mla_attention(step, block, kind_index, x))
+            add(lambda meanwhile: layers.mla_attention(step, block, kind_index, x, meanwhile), "ffn_mix")
 
-    x = read(snapshots + writes.astype(jnp.int32), "ffn_mix", "ffn_norm")
+    x = step.norm(refs.mixture[...], "ffn_norm")
 
     if plan.moe_layers:
 
         @when_at(is_moe, step_start + ffn_block)
         def moe(block: Scalar) -> None:
-            add_to_prefix(layers.moe_ffn(step, block, moe_index, x))
+            add(lambda meanwhile: layers.moe_ffn(step, block, moe_index, x, meanwhile), "next_mix")
 
     if plan.moe_layers < config.num_hidden_layers:
 
         @when_at(jnp.logical_not(is_moe), step_start + ffn_block)
         def dense(block: Scalar) -> None:
-            add_to_prefix(layers.dense_ffn(step, block, x))
+            add(lambda meanwhile: layers.dense_ffn(step, block, x, meanwhile), "next_mix")
 
     if plan.drafter and plan.drafter.taps:
         _keep_tap(step, number)
     return jnp.minimum(bad_layer, jnp.where(_finite(step, refs.stream[prefix]), rounds.ALL_FINITE, number))
+
+
+def start_mixture(step: Step, snapshots: Scalar, name: str) -> None:
+    """What the snapshots contribute to the mixture that is read next."""
+    plan, refs = step.plan, step.refs
+    if plan.config.attn_res_block_size:
+        weight = step.vector(name, plan.config.hidden_size)
+        mix_snapshots(plan, refs.stream, snapshots, weight, refs.mixture, refs.mixture_shares)
+
+
+def finish_mixture(step: Step, name: str) -> None:
+    """Leaves what the next sublayer reads in `mixture`; without attention residuals, the prefix."""
+    plan, refs = step.plan, step.refs
+    if plan.config.attn_res_block_size:
+        weight = step.vector(name, plan.config.hidden_size)
+        mix_prefix(plan, refs.stream, weight, refs.mixture, refs.mixture_shares)
+    else:
+        refs.mixture[...] = refs.stream[plan.config.num_snapshots]
 
 
 def _keep_tap(step: Step, number: Scalar) -> None:
@@ -195,14 +209,12 @@ def _keep_tap(step: Step, number: Scalar) -> None:
 
 
 def lm_head(step: Step) -> None:
-    """Output mix, final norm and the logits of the whole vocabulary, in `out_head`."""
+    """Final norm and the logits of the whole vocabulary, in `out_head`."""
     plan, refs, config = step.plan, step.refs, step.plan.config
     step.table = step.number * (config.num_hidden_layers + 1) + config.num_hidden_layers
     step.vectors.advance(step.table)
-    snapshots = jnp.int32(config.num_snapshots)
-    mixture = mix(plan, refs.stream, snapshots, step.vector("final_mix", config.hidden_size))
     first_block = step.number * plan.tape_blocks + plan.layer_starts[-1][0]
-    logits = step.linear(first_block, step.norm(mixture, "final_norm"), "head")
+    logits = step.linear(first_block, step.norm(refs.mixture[...], "final_norm"), "head")
     if plan.keep_logits:
         stream.Logits(refs.step_logits, logits, refs.logits_done).write(step.number)
 
@@ -275,9 +287,8 @@ def _open_streams(plan: Plan, refs: SimpleNamespace) -> Step:
 
 def _open_cores(plan: Plan, refs: SimpleNamespace) -> Cores:
     if plan.split.cores == 1:
-        return OneCore()
-    exchange = Exchange(AXIS, plan.split.cores, refs.outbox, refs.inbox, refs.sent, refs.received, refs.inbox_half)
-    return ManyCores(plan, exchange)
+        return OneCore(plan)
+    return ManyCores(plan, *(shared_rows.exchange_of(plan, refs, name) for name in ("pieces", "totals")))
 
 
 def _pending_window(refs: SimpleNamespace) -> stream.Window:

@@ -1,4 +1,8 @@
-"""The four sublayers of a decode step, each a sequence of phases. Every function returns the next tape block."""
+"""The four sublayers of a decode step, each a sequence of phases.
+
+Each takes what it reads, [rows, hidden] f32, and returns what it adds to the residual stream, the same. `section` is
+the first tape block of its matrices; `meanwhile` does what needs nothing of it, while its last exchange is under way.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,12 @@ from megakernel.phases import experts as experts_phase
 from megakernel.phases import ffn, kda, mla, route
 from megakernel.phases.linear import linear, rounded, whole_tiles
 from megakernel.phases.mix import rms_norm
-from megakernel.phases.visits import Visits
+from megakernel.phases.visits import Counts, Visits
 from megakernel.plan import Plan
 from megakernel.program import LANES, kda_vectors, round_up
 from megakernel.stream import Experts, LatentGroups, LatentPages, Ref, Scalar, Tape, Vectors, Window
+
+Work = Callable[[], None]
 
 
 @dataclasses.dataclass
@@ -69,10 +75,6 @@ class Step:
     def vector(self, name: str, width: int) -> jax.Array:
         return self.vectors.row(self.table, name, slice(0, width))  # [1, width] f32
 
-    def own_vector(self, name: str, width: int) -> jax.Array:
-        """This core's piece of a vector that is summed over cores.  # [1, own width] f32"""
-        return self.vectors.row(self.table, name, self.cores.own_lanes(width))
-
     def norm(self, x: jax.Array, name: str, eps: float | None = None) -> jax.Array:
         weight = self.vector(name, x.shape[1])
         return rounded(self.plan, rms_norm(x, weight, self.plan.config.rms_norm_eps if eps is None else eps))
@@ -116,11 +118,8 @@ def column(values: list[Scalar], rows: int, padding: int = 0) -> jax.Array:
     return stacked
 
 
-def kda_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array) -> jax.Array:
-    """Kimi Delta Attention of one layer; `layer` counts KDA layers.
-
-    [rows, hidden] f32 -> [rows, own hidden] f32
-    """
+def kda_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array, meanwhile: Work) -> jax.Array:
+    """Kimi Delta Attention of one layer; `layer` counts KDA layers."""
     plan, refs, config = step.plan, step.refs, step.plan.config
     assert step.state is not None
     assert step.tails is not None
@@ -135,6 +134,14 @@ def kda_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array) -> j
     beta = step.take(narrow, "kda_narrow", "beta")
     out = step.linear(section, x, "kda_in")
     projected = jnp.concatenate([step.take(out, "kda_in", name) for name in ("q", "k", "v")], axis=-1)
+    for window in windows:
+        window.wait_read(layer)
+    if step.pending is not None:
+        commit_pending(step)
+        step.state.start_write(layer)
+        step.tails.start_write(layer)
+    convolved = kda.short_convolution(plan, projected, _conv_taps(step), refs.tails)
+
     decay_low, *gate_low = (low[:, : config.kda_head_dim] for low in step.cores.finish_gather())
     decay_out = step.linear(section, decay_low, "kda_decay")
     if config.use_full_rank_gate:
@@ -143,14 +150,6 @@ def kda_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array) -> j
         gate = step.take(step.linear(section, gate_low[0], "kda_gate"), "kda_gate", "gate")
     rate, bias = step.vector("decay_rate", width), step.vector("decay_bias", width)
     decay = kda.log_decay(plan, step.take(decay_out, "kda_decay", "decay"), rate, bias)
-
-    for window in windows:
-        window.wait_read(layer)
-    if step.pending is not None:
-        commit_pending(step)
-        step.state.start_write(layer)
-        step.tails.start_write(layer)
-    convolved = kda.short_convolution(plan, projected, _conv_taps(step), refs.tails)
     kda.store_rows(plan, projected, convolved, decay, beta, refs.kda_rows)
     count, most = step.sequence_column(COUNT)
     keep = step.pending is None
@@ -164,14 +163,14 @@ def kda_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array) -> j
 
     read = kda.pad_rows(plan, refs.kda_read[...].reshape(plan.live_rows, width))
     out = step.linear(section, kda.gated_norm(plan, read, gate, step.vector("out_norm", width)), "kda_out")
-    return _own_sum(step, out, "kda_out")
+    return _total(step, step.take_unrounded(out, "kda_out", "out"), meanwhile)
 
 
-def _own_sum(step: Step, out: Ref, matrix: str) -> jax.Array:
-    """The sum over cores of what each has for the residual stream.  # [rows, own hidden] f32, rounded"""
-    step.cores.start_sum([step.take_unrounded(out, matrix, "out")])
-    (total,) = step.cores.finish_sum()
-    return rounded(step.plan, total)
+def _total(step: Step, partial: jax.Array, meanwhile: Work) -> jax.Array:
+    """The sum over cores.  # [rows, width] f32 -> the same, rounded"""
+    step.cores.start_total(partial)
+    meanwhile()
+    return step.cores.finish_total()
 
 
 def commit_pending(step: Step) -> None:
@@ -192,8 +191,8 @@ def _conv_taps(step: Step) -> jax.Array:
     return jnp.concatenate(streams, axis=-1)
 
 
-def mla_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array) -> jax.Array:
-    """Latent attention of one layer; `layer` counts MLA layers.  # [rows, hidden] f32 -> [rows, own hidden] f32"""
+def mla_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array, meanwhile: Work) -> jax.Array:
+    """Latent attention of one layer; `layer` counts MLA layers."""
     plan, refs, config = step.plan, step.refs, step.plan.config
     assert step.groups is not None
     assert step.pages is not None
@@ -225,85 +224,99 @@ def mla_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array) -> j
     values = step.linear(section, contexts, "mla_value")
     gate = step.take(own, "mla_in", "gate") if config.mla_use_output_gate else None
     out = step.linear(section, mla.attention_output(plan, values, gate), "mla_out")
-    return _own_sum(step, out, "mla_out")
+    return _total(step, step.take_unrounded(out, "mla_out", "out"), meanwhile)
 
 
-def dense_ffn(step: Step, section: Scalar, x: jax.Array) -> jax.Array:
-    """[rows, hidden] f32 -> [rows, own hidden] f32"""
-    hidden = _gated(step, section, x, "dense")
-    return _own_sum(step, step.linear(section, hidden, "dense_out"), "dense_out")
+def dense_ffn(step: Step, section: Scalar, x: jax.Array, meanwhile: Work) -> jax.Array:
+    out = step.linear(section, _gated(step, section, x, "dense"), "dense_out")
+    return _total(step, step.take_unrounded(out, "dense_out", "out"), meanwhile)
 
 
-def moe_ffn(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array) -> jax.Array:
-    """Routed experts plus shared experts; `moe_layer` counts MoE layers.  # [rows, hidden] -> [rows, own hidden] f32
-
-    The shared experts compute while the router's logits are gathered; their second half while the routed experts' sum
-    is, or, where there is nobody to wait for, while the routed experts' copies run.
-    """
-    plan, refs, config = step.plan, step.refs, step.plan.config
-    assert step.experts is not None
-    logits = step.rows_of(step.linear(section, x, "router"), 0, plan.matrices["router"].n)
-    pieces = [Piece(logits, config.num_experts, exact=True)]
-    if config.latent_experts:
-        down = step.linear(section, x, "latent")
-        pieces.append(Piece(step.take(down, "latent", "latent"), config.routed_expert_hidden_size))
-    step.cores.start_gather(pieces)
-    hidden = _gated(step, section, x, "shared") if config.num_shared_experts else None
-    logits, *latent = step.cores.finish_gather()
-
-    bias = step.vector("router_bias", config.num_experts)
-    refs.expert_weights[...] = route.expert_weights(plan, logits, bias, step.active())
-    visits = Visits(plan, refs.chosen_experts, refs.expert_visits)
-    counts = route.start_experts(
-        plan, refs.expert_weights[...], moe_layer, step.cores.first_expert, step.experts, visits
-    )
-    expert_input = latent[0][:, : config.routed_expert_hidden_size] if latent else x
-    refs.expert_input[...] = expert_input
-    shared = _shared_out(step, section, hidden) if plan.split.cores == 1 else None
-    experts_phase.run_experts(
-        plan, counts, moe_layer, refs.expert_weights, refs.expert_input, step.experts, visits, refs.expert_sum
-    )
-    routed = refs.expert_sum[:, : config.routed_expert_hidden_size] + route.poison(plan, logits, bias)
-    return _routed_and_shared(step, section, routed, shared, hidden)
+def moe_ffn(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array, meanwhile: Work) -> jax.Array:
+    """Routed experts plus shared experts; `moe_layer` counts MoE layers."""
+    if step.plan.config.latent_experts:
+        return _latent_moe(step, section, moe_layer, x, meanwhile)
+    return _full_width_moe(step, section, moe_layer, x, meanwhile)
 
 
-def _shared_out(step: Step, section: Scalar, hidden: jax.Array | None) -> jax.Array | None:
-    """Down projection of the shared experts, if any.  # [rows, own width] f32 -> [rows, hidden] f32, partial"""
-    if hidden is None:
-        return None
-    return step.take_unrounded(step.linear(section, hidden, "shared_out"), "shared_out", "out")
-
-
-def _routed_and_shared(
-    step: Step, section: Scalar, routed: jax.Array, shared: jax.Array | None, hidden: jax.Array | None
-) -> jax.Array:
-    """Sums over cores what the routed experts and the shared ones give; `hidden` is what the latter still have to do.
-
-    routed: [rows, >= latent] f32; shared: [rows, hidden] f32, both partial -> [rows, own hidden] f32
-
-    The norm between the routed experts and their up projection is one factor a row, and a factor goes through a
-    product: it is applied to the sums, so that its sum of squares travels with them and costs no exchange of its own.
-    """
+def _latent_moe(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array, meanwhile: Work) -> jax.Array:
+    """Experts work on latents, and every core has them whole, and the shared experts' inner vector too: so each makes
+    its own piece of the output, complete."""
     plan, config = step.plan, step.plan.config
-    squares: jax.Array | None = None
-    if config.latent_experts:
-        step.cores.start_sum([routed])
+    latent = config.routed_expert_hidden_size
+    logits = _router_logits(step, section, x)
+    down = step.take(step.linear(section, x, "latent"), "latent", "latent")
+    pieces = [Piece(logits, config.num_experts, exact=True), Piece(down, latent)]
+    if config.num_shared_experts:
+        pieces.append(Piece(_gated(step, section, x, "shared"), config.shared_intermediate_size))
+    step.cores.start_gather(pieces)
+    logits, down, *inner = step.cores.finish_gather()
+
+    counts = _route(step, moe_layer, logits, down[:, :latent])
+    shared = [_shared_out(step, section, hidden[:, : config.shared_intermediate_size]) for hidden in inner]
+    routed = _run_experts(step, moe_layer, counts, logits)
+    step.cores.start_total(routed)
+    total = step.cores.finish_total()
+    normed = step.norm(total, "latent_norm") if config.latent_moe_use_norm else total
+    own = step.take(step.linear(section, normed, "routed_up"), "routed_up", "out")
+    for value in shared:
+        own = rounded(plan, own + rounded(plan, value))
+    step.cores.start_gather([Piece(own, config.hidden_size)])
+    meanwhile()
+    (whole,) = step.cores.finish_gather()
+    return whole[:, : config.hidden_size]
+
+
+def _full_width_moe(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array, meanwhile: Work) -> jax.Array:
+    """Routed and shared experts both give partial sums, which travel together."""
+    plan, config = step.plan, step.plan.config
+    step.cores.start_gather([Piece(_router_logits(step, section, x), config.num_experts, exact=True)])
+    hidden = _gated(step, section, x, "shared") if config.num_shared_experts else None
+    (logits,) = step.cores.finish_gather()
+
+    counts = _route(step, moe_layer, logits, x)
+    shared = None if hidden is None else _shared_out(step, section, hidden)
+    routed = _run_experts(step, moe_layer, counts, logits)
     if shared is None:
-        shared = _shared_out(step, section, hidden)
-    if config.latent_experts:
-        (latent,) = step.cores.finish_sum()
-        latent = rounded(plan, latent)  # [rows, own latent] f32
-        if config.latent_moe_use_norm:
-            squares = jnp.sum(latent * latent, axis=-1, keepdims=True)
-            latent = latent * step.own_vector("latent_norm", config.routed_expert_hidden_size)
-        routed = step.take_unrounded(step.linear(section, latent, "routed_up"), "routed_up", "out")
-    step.cores.start_sum([routed] if shared is None else [routed, shared], squares)
-    total, *others = step.cores.finish_sum()
-    if squares is not None:
-        spread = others.pop() / config.routed_expert_hidden_size
-        total = total * lax.rsqrt(spread + config.rms_norm_eps)
-    total = rounded(plan, total)
-    return total if shared is None else rounded(plan, total + rounded(plan, others[0]))
+        return _total(step, routed, meanwhile)
+    both = _total(step, jnp.concatenate([routed, shared], axis=1), meanwhile)
+    return rounded(plan, both[:, : config.hidden_size] + both[:, config.hidden_size :])
+
+
+def _router_logits(step: Step, section: Scalar, x: jax.Array) -> jax.Array:
+    """# [rows, own experts] f32, unrounded"""
+    return step.rows_of(step.linear(section, x, "router"), 0, step.plan.matrices["router"].n)
+
+
+def _route(step: Step, moe_layer: Scalar, logits: jax.Array, expert_input: jax.Array) -> Counts:
+    """Chooses experts and starts to fetch them; returns how many this core has to do with."""
+    plan, refs = step.plan, step.refs
+    assert step.experts is not None
+    bias = step.vector("router_bias", plan.config.num_experts)
+    refs.expert_weights[...] = route.expert_weights(plan, logits, bias, step.active())
+    refs.expert_input[...] = rounded(plan, expert_input)
+    first = step.cores.first_expert
+    return route.start_experts(plan, refs.expert_weights[...], moe_layer, first, step.experts, _visits(step))
+
+
+def _run_experts(step: Step, moe_layer: Scalar, counts: Counts, logits: jax.Array) -> jax.Array:
+    """What this core's parts of the chosen experts give.  # [rows, expert width in and out] f32"""
+    plan, refs, experts = step.plan, step.refs, step.experts
+    assert experts is not None
+    experts_phase.run_experts(
+        plan, counts, moe_layer, refs.expert_weights, refs.expert_input, experts, _visits(step), refs.expert_sum
+    )
+    bias = step.vector("router_bias", plan.config.num_experts)
+    return refs.expert_sum[:, : plan.config.routed_expert_hidden_size] + route.poison(plan, logits, bias)
+
+
+def _visits(step: Step) -> Visits:
+    return Visits(step.plan, step.refs.chosen_experts, step.refs.expert_visits)
+
+
+def _shared_out(step: Step, section: Scalar, hidden: jax.Array) -> jax.Array:
+    """Down projection of the shared experts, while the routed ones are on their way.  # -> [rows, width] f32"""
+    return step.take_unrounded(step.linear(section, hidden, "shared_out"), "shared_out", "out")
 
 
 def _gated(step: Step, section: Scalar, x: jax.Array, name: str) -> jax.Array:

@@ -12,10 +12,12 @@ from megakernel.vocabulary import SEGMENTS, vocabulary_shape
 if TYPE_CHECKING:
     from megakernel.plan import Plan
 
-_ITEM_BYTES = {"float32": 4, "uint32": 4, "int32": 4, "bfloat16": 2, "uint16": 2}
+_ITEM_BYTES = {"float32": 4, "uint32": 4, "int32": 4, "bfloat16": 2, "uint16": 2, "int8": 1, "float8_e4m3fn": 1}
 MAX_STOP_TOKENS = 8
 LAYER_NUMBERS = 9
 """Numbers of one layer in the layer table, see `megakernel.kernel.layer_table`."""
+EXCHANGES = ("pieces", "totals", "logits")
+"""What cores exchange, each with buffers of its own: pieces of vectors, partial sums, logits."""
 ROW_OF_LOGITS = ("row_logits", "scaled_logits", "logit_mass")
 """What the sampler holds of the row that it is at, see `phases.sample`."""
 KDA_PLANES, KDA_KEPT_PLANES = 8, 7
@@ -62,6 +64,8 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
         **{f"{name}_vectors": Buffer((2, *shape), "float32") for name, shape in plan.vector_tables.items()},
         "embedding_rows": Buffer((plan.live_rows, POSITION_GROUP, split.hidden), plan.storage),
         "stream": Buffer((config.num_snapshots + 1, rows, hidden), "float32"),
+        "mixture": Buffer((rows, hidden), "float32"),
+        "mixture_shares": Buffer((2, rows, LANES), "float32"),
         "operand": Buffer((rows, plan.operand_width), activations),
         **{name: Buffer(vocabulary_shape(config.vocab_size, split.cores), "float32") for name in ROW_OF_LOGITS},
         **_product_outputs(plan),
@@ -99,15 +103,7 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
             "expert_sum": Buffer((rows, out_lanes), "float32"),
         }
     if split.cores > 1:
-        from megakernel.cores import exchange_lanes
-
-        piece, shard = (plan.wire_rows, exchange_lanes(plan)), (SEGMENTS, split.vocabulary // SEGMENTS)
-        buffers |= {
-            "outbox": Buffer((split.cores, *piece), plan.wire),
-            "inbox": Buffer((2, split.cores, *piece), plan.wire),
-            "logits_outbox": Buffer((split.cores, *shard), "float32"),
-            "logits_inbox": Buffer((2, split.cores, *shard), "float32"),
-        }
+        buffers |= _exchange_buffers(plan)
     if plan.penalties:
         shape = (sequences, *vocabulary_shape(config.vocab_size, split.cores))
         buffers["token_counts"] = Buffer(shape, "int32")
@@ -116,6 +112,20 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
         if plan.drafter.taps:
             buffers["taps"] = Buffer((len(plan.drafter.taps), rows, hidden), "float32")
     return buffers
+
+
+def _exchange_buffers(plan: Plan) -> dict[str, Buffer]:
+    from megakernel.messages import gather_lanes, totals_inbox
+
+    cores, partial = plan.split.cores, totals_inbox(plan)
+    shard = (SEGMENTS, plan.split.vocabulary // SEGMENTS)
+    buffers = {
+        "pieces_inbox": Buffer((2, cores, plan.wire_rows, gather_lanes(plan)), plan.activations),
+        "totals_inbox": Buffer((2, cores, *partial), plan.wire),
+        "logits_inbox": Buffer((2, cores, *shard), "float32"),
+        "logits_outbox": Buffer((cores, *shard), "float32"),
+    }
+    return buffers if plan.hops == 1 else buffers | {"totals_outbox": Buffer((cores, *partial), plan.wire)}
 
 
 def _product_outputs(plan: Plan) -> dict[str, Buffer]:
@@ -142,7 +152,7 @@ def smem_scratch(plan: Plan) -> dict[str, Buffer]:
         "bad_layer": Buffer((1,), "int32"),
         "row_tokens": Buffer((plan.live_rows,), "int32"),
         "row_logprobs": Buffer((plan.live_rows,), "float32"),
-        **({f"{name}_half": Buffer((1,), "int32") for name in ("inbox", "logits")} if plan.split.cores > 1 else {}),
+        **({f"{name}_half": Buffer((1,), "int32") for name in EXCHANGES} if plan.split.cores > 1 else {}),
     }
 
 
@@ -158,7 +168,7 @@ def semaphore_counts(plan: Plan) -> dict[str, int]:
     if plan.moe_layers:
         counts |= {"expert_in_done": plan.expert_slots, "expert_out_done": plan.expert_slots}
     if plan.split.cores > 1:
-        counts |= {"sent": 1, "received": 2, "logits_sent": 1, "logits_received": 2}
+        counts |= {f"{name}_sent": 1 for name in EXCHANGES} | {f"{name}_received": 2 for name in EXCHANGES}
     if plan.keep_logits:
         counts["logits_done"] = 1
     if plan.penalties:

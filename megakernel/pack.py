@@ -192,8 +192,6 @@ def _pack_vectors(plan: Plan, weights: Weights, layer: int, core: int, parts: Ar
 
 def _final_vectors(plan: Plan, weights: Weights, layer: int, core: int) -> Iterator[tuple[str, np.ndarray]]:
     yield "final_norm", weights["model.norm.weight"]
-    if plan.config.attn_res_block_size:
-        yield "final_mix", _mix_weight(weights, "model.output_attn_res")
 
 
 def _mix_weight(weights: Weights, stem: str) -> np.ndarray:
@@ -206,8 +204,10 @@ def _layer_vectors(plan: Plan, weights: Weights, layer: int, core: int) -> Itera
     yield "attn_norm", weights[f"{prefix}input_layernorm.weight"]
     yield "ffn_norm", weights[f"{prefix}post_attention_layernorm.weight"]
     if config.attn_res_block_size:
-        yield "attn_mix", _mix_weight(weights, f"{prefix}self_attention_res")
+        is_last = layer + 1 == config.num_hidden_layers
+        following = "model.output_attn_res" if is_last else f"model.layers.{layer + 1}.self_attention_res"
         yield "ffn_mix", _mix_weight(weights, f"{prefix}mlp_res")
+        yield "next_mix", _mix_weight(weights, following)
     if config.is_moe(layer):
         yield "router_bias", weights[f"{prefix}block_sparse_moe.gate.e_score_correction_bias"]
         if config.latent_moe_use_norm:

@@ -23,6 +23,7 @@ from megakernel.limits import (
     check_memory,
     check_request,
 )
+from megakernel.messages import WIRE_BYTES, fewest_seconds
 from megakernel.program import LANES, Matrix, power_of_two, round_up
 from megakernel.split import Split, split_choices
 from megakernel.target import CPU, MIB, Number, Target
@@ -61,6 +62,8 @@ class Plan:
     tokens: int
     drafter: Drafter | None
     penalties: bool = False
+    wire: str = "float32"
+    hops: int = 2
 
     @property
     def live_rows(self) -> int:
@@ -152,11 +155,6 @@ class Plan:
         """Element type of weights in memory. Where products are in float32, bfloat16 is kept as bits: a shift widens
         it, and XLA's CPU backend takes twice as long over its own conversion."""
         return "uint16" if self.target.multiplies_float32 else self.weights
-
-    @property
-    def wire(self) -> Number:
-        """Number format in which values travel between cores."""
-        return self.activations
 
     @property
     def block_bytes(self) -> int:
@@ -294,6 +292,8 @@ def make_plan(
     drafter: Drafter | None = None,
     draft_tokens: int | None = None,
     penalties: bool = False,
+    wire: str | None = None,
+    hops: int | None = None,
 ) -> Plan:
     """Chooses every static number of the kernel.
 
@@ -315,14 +315,20 @@ def make_plan(
       drafter: proposes tokens for the next round; None decodes one token a step.
       draft_tokens: tokens drafted and verified in a round, K; default: as many as the drafter makes and rows allow.
       penalties: keep what penalties and logit bias need: two arrays of the vocabulary in VMEM for each sequence.
+      wire: number format in which partial sums travel between cores, one of `messages.WIRE_BYTES`; those of eight bits
+        take a scale a row; default: `activations`.
+      hops: exchanges that a sum over cores takes, 1 or 2, with the same bits; default: what is predicted to be faster.
 
     Raises:
       PlanError: the request cannot be served; the message says which number is too large and which knob helps.
     """
     context = min(config.max_position_embeddings, 4096) if context is None else context
     launch_steps = context if launch_steps is None else launch_steps
-    if activations not in (None, *BYTES):
-        raise PlanError(f"activations = {activations!r}; expected one of {', '.join(BYTES)}")
+    for name, given, known in (("activations", activations, BYTES), ("wire", wire, WIRE_BYTES), ("hops", hops, (1, 2))):
+        if given not in (None, *known):
+            raise PlanError(f"{name} = {given!r}; expected one of {', '.join(map(str, known))}")
+    if cores == 1 and (wire or hops):
+        raise PlanError(f"wire = {wire!r}, hops = {hops!r}: on one core nothing travels; leave them out or raise cores")
     tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
     check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights
@@ -350,7 +356,11 @@ def make_plan(
         tokens=tokens,
         drafter=drafter,
         penalties=penalties,
+        wire=wire or activations or target.activations,
+        hops=hops or 2,
     )
+    if hops is None and cores > 1:
+        plan = dataclasses.replace(plan, hops=fewest_seconds(plan))
     slots = expert_slots or max(1, int(target.vmem_bytes * _EXPERT_SHARE) // plan.expert_bytes)
     plan = dataclasses.replace(plan, expert_slots=min(slots, plan.max_distinct_experts))
     depth = _deepest_ring(plan) if ring_depth is None else min(ring_depth, plan.tape_blocks)

@@ -157,10 +157,14 @@ def moe_matrices(split: Split) -> tuple[Matrix, ...]:
         down = Column("latent", split.piece(latent), f"{moe}.routed_expert_down_proj.weight")
         matrices.append(Matrix("latent", hidden, (down,)))
     if config.num_shared_experts:
-        matrices += _ffn_matrices("shared", f"{moe}.shared_experts", hidden, split.shared_width)
+        shared_in, shared_out = _ffn_matrices("shared", f"{moe}.shared_experts", hidden, split.shared_width)
+        if config.latent_experts:
+            down = Column("out", split.hidden, f"{moe}.shared_experts.down_proj.weight")
+            shared_out = Matrix("shared_out", config.shared_intermediate_size, (down,))
+        matrices += [shared_in, shared_out]
     if config.latent_experts:
-        up = Column("out", hidden, f"{moe}.routed_expert_up_proj.weight")
-        matrices.append(Matrix("routed_up", split.sum_piece(latent), (up,), own_inputs=True))
+        up = Column("out", split.hidden, f"{moe}.routed_expert_up_proj.weight")
+        matrices.append(Matrix("routed_up", latent, (up,)))
     return tuple(matrices)
 
 
@@ -170,7 +174,7 @@ def head_matrices(split: Split) -> tuple[Matrix, ...]:
     return (Matrix("head", config.hidden_size, (Column("logits", split.vocabulary, tensor),)),)
 
 
-def _ffn_matrices(name: str, prefix: str, hidden: int, width: int) -> tuple[Matrix, ...]:
+def _ffn_matrices(name: str, prefix: str, hidden: int, width: int) -> tuple[Matrix, Matrix]:
     gate_up = tuple(Column(part, width, f"{prefix}.{part}_proj.weight", lanes=width) for part in ("gate", "up"))
     return (
         Matrix(f"{name}_in", hidden, gate_up),
@@ -219,8 +223,9 @@ def relative(tensor: str) -> str:
 
 # Small vectors that each layer streams beside the tape, in two tables: whole ones, and those of this core's KDA heads.
 # The last layer's tables are followed by those of the head.
-_WIDE = ("attn_norm", "ffn_norm", "attn_mix", "ffn_mix", "router_bias", "latent_norm", "query_norm", "kv_norm")
-_FINAL = ("final_norm", "final_mix")
+# `next_mix` scores the mixture that is read after the layer: by the next one, or by the head.
+_WIDE = ("attn_norm", "ffn_norm", "ffn_mix", "next_mix", "router_bias", "latent_norm", "query_norm", "kv_norm")
+_FINAL = ("final_norm",)
 _KDA_STREAMS = ("q", "k", "v")
 
 

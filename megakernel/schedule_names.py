@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megakernel.memory import EXCHANGES
 from megakernel.tiling import find_repeat
 from megakernel.visits import expected_experts, expected_visits
 from megakernel.vocabulary import piece_count, vocabulary_shape
@@ -16,7 +17,7 @@ _KDA = {"state", "tails", "kda_rows", "kda_read", "trial_state", "pending"}
 _MLA = {"page", "latent_group", "fresh", "queries", "contexts"}
 _MOE = {"expert_weights", "expert_input", "expert_sum", "chosen_experts", "expert_visits"}
 _LOGITS = {"row_logits", "scaled_logits", "logit_mass"}
-_SENDS = {"sent", "received", "outbox", "logits_sent", "logits_received", "logits_outbox"}
+_SENDS = {f"{name}_{part}" for name in EXCHANGES for part in ("sent", "received", "outbox")}
 _EXPERT_COPIES = {"expert_in_done", "expert_out_done"}
 SUBLAYERS = ("KDA", "MLA", "dense", "MoE")
 

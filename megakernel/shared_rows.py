@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megakernel.collectives import Exchange, statistic, statistics
+from megakernel.collectives import Exchange
 from megakernel.cores import AXIS, ManyCores
 from megakernel.layers import Step, column
 from megakernel.phases import sample
+from megakernel.plan import Plan
 from megakernel.program import LANES
 from megakernel.stream import Ref, Scalar
 from megakernel.vocabulary import SEGMENTS
+from megakernel.wire import statistic, statistics
 
 Choose = Callable[[Step, Scalar, Callable[[], jax.Array]], None]
 
@@ -39,16 +42,13 @@ def choose_rows(step: Step, choose: Choose) -> None:
 
 
 def logits_exchange(step: Step) -> Exchange:
-    refs = step.refs
-    return Exchange(
-        AXIS,
-        step.plan.split.cores,
-        refs.logits_outbox,
-        refs.logits_inbox,
-        refs.logits_sent,
-        refs.logits_received,
-        refs.logits_half,
-    )
+    return exchange_of(step.plan, step.refs, "logits")
+
+
+def exchange_of(plan: Plan, refs: SimpleNamespace, name: str) -> Exchange:
+    """One of `memory.EXCHANGES`."""
+    inbox, sent, received, half = (getattr(refs, f"{name}_{part}") for part in ("inbox", "sent", "received", "half"))
+    return Exchange(AXIS, plan.split.cores, inbox, sent, received, half, getattr(refs, f"{name}_outbox", None))
 
 
 def _shard_lanes(step: Step) -> int:
@@ -68,7 +68,7 @@ def _shard_of(step: Step, first: int, core: int) -> jax.Array | None:
 def _tell_everyone(step: Step) -> None:
     plan, refs = step.plan, step.refs
     assert isinstance(step.cores, ManyCores)
-    exchange = step.cores.exchange
+    exchange = step.cores.pieces
     rows = range(plan.live_rows)
     found = [
         column([refs.row_tokens[row] for row in rows], plan.wire_rows).astype(jnp.float32),  # below 2 ** 24: exact

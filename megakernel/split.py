@@ -101,17 +101,8 @@ class Split:
         return round_up(share, LANES) if share > LANES else power_of_two(share)
 
     def sum_piece(self, width: int) -> int:
-        """Columns of one core's piece of a vector that is summed over cores: whole tiles that divide the vector's."""
-        if self.cores == 1:
-            return width
-        tiles = round_up(width, LANES) // LANES
-        return LANES * next(
-            share for share in range(1, tiles + 1) if tiles % share == 0 and share * self.cores >= tiles
-        )
-
-    def owners(self, width: int, piece: int) -> int:
-        """Cores that own some of a vector cut in pieces; the others own nothing."""
-        return -(-width // piece)
+        """Columns of one core's piece of a vector that is summed over cores: whole tiles."""
+        return width if self.cores == 1 else round_up(-(-width // self.cores), LANES)
 
     def narrow_lanes(self, width: int) -> int:
         """Lanes of a narrow column: no more than a power of two where cores share it, else whole tiles."""

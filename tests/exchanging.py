@@ -23,9 +23,11 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megakernel.collectives import Exchange, exchange_scratch, scaled, side_by_side, statistic, statistics
+from megakernel.collectives import Exchange, exchange_scratch
 from megakernel.control import when
 from megakernel.program import LANES, round_up
+from megakernel.totals import in_order
+from megakernel.wire import scaled, side_by_side, statistic, statistics, unscaled
 
 AXIS = "tp"
 CEILING = 40.0
@@ -80,7 +82,7 @@ def kernel(script: Script, barrier: bool, *refs: Any) -> None:
         number, _ = carry
         exchange.start_scatter(partial, script.width)
         halved = 0.5 * partial[...]  # while the pieces travel
-        owned = exchange.finish_sum()
+        owned = total_of(script, exchange)
 
         exchange.start_gather(owned, statistics(jnp.max(jnp.abs(owned), axis=1, keepdims=True)))
         partial[...] = halved
@@ -91,7 +93,7 @@ def kernel(script: Script, barrier: bool, *refs: Any) -> None:
         partial[...] += 0.25 * state[:, : script.columns]
 
         exchange.start_gather(partial[:, : script.width])
-        added[...] = exchange.finish_sum()
+        added[...] = total_of(script, exchange)
 
         @when(lax.rem(number, 2) == 0)
         def every_other_round() -> None:
@@ -104,16 +106,27 @@ def kernel(script: Script, barrier: bool, *refs: Any) -> None:
     rounds[0], _ = lax.while_loop(more, one_round, (jnp.int32(0), jnp.float32(0)))
 
 
+def total_of(script: Script, exchange: Exchange) -> jax.Array:
+    """# [rows, width] f32"""
+    (pieces,) = exchange.finish()
+    return in_order(pieces[core].astype(jnp.float32) for core in range(script.cores))[:, : script.width]
+
+
 def scaled_kernel(script: Script, barrier: bool, *refs: Any) -> None:
     """Gathers each core's own columns of its partial over a wire of eight bits, `limit` times."""
     limit, first, state, *scratch = refs
     exchange = Exchange(AXIS, script.cores, *scratch)
     exchange.begin(barrier)
 
+    state[...] = jnp.zeros(state.shape, jnp.float32)
+
     def one_round(_: jax.Array, carry: None) -> None:
         exchange.start_gather(*scaled(first[:, : script.width], script.wire))
         pieces, exponents = exchange.finish()
-        state[...] = side_by_side(pieces, script.width, script.columns, exponents)
+        for core in range(-(-script.columns // script.width)):
+            at = core * script.width
+            own = unscaled(pieces[core], exponents[core])[:, : min(script.width, script.columns - at)]
+            state[:, at : at + own.shape[1]] = own
 
     lax.fori_loop(0, limit[0], one_round, None)
 

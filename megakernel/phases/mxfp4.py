@@ -29,7 +29,7 @@ def mxfp4_dot(plan: Plan, x: jax.Array, codes: jax.Array, scales: jax.Array) -> 
     """`[rows, k] @ [k, n]`, accumulated in float32; words in the order that `pack_mxfp4` gives this target.
 
     Args:
-      x: [rows, k] in the activation format; rows are `plan.expert_rows`.
+      x: [rows, k], rounded to the activation format; rows are `plan.expert_rows`.
       codes: [k / 8, n] u32; scales: [scale rows, n] u32.
     """
     if plan.target.fp4_as == "float32":

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from megakernel.collectives import one_tile
 from megakernel.control import when
 from megakernel.cores import Piece
 from megakernel.layers import Step
@@ -18,6 +17,7 @@ from megakernel.phases.linear import rounded, whole_tiles, widened
 from megakernel.phases.mla import Softmax
 from megakernel.program import LANES
 from megakernel.stream import EmbeddingRows, LatentPages, Scalar, quotient
+from megakernel.wire import one_tile
 from spec_decode.dspark.context import Turn, heads_of, norm, normed_heads, store_keys_values, turn_of
 from spec_decode.dspark.share import Share
 
@@ -46,24 +46,16 @@ def _embed_block(share: Share, step: Step) -> None:
     own = jnp.broadcast_to(mask, (plan.rows, share.hidden))
     for sequence, anchor in enumerate(anchors):
         own = jnp.where(row == sequence, anchor, own)
-    _set_stream(share, step, own)
-
-
-def _set_stream(share: Share, step: Step, own: jax.Array) -> None:
-    """Puts the pieces of all cores together.  # own [rows, own hidden] f32, in the activation format"""
-    hidden = share.config.hidden_size
-    step.cores.start_gather([Piece(own, hidden)])
+    step.cores.start_gather([Piece(own, share.config.hidden_size)])
     (stream,) = step.cores.finish_gather()
-    step.refs.draft_stream[...] = stream[:, :hidden]
+    refs.draft_stream[...] = stream[:, : share.config.hidden_size]
 
 
-def _add_to_stream(share: Share, step: Step, matrix: str) -> None:
+def _add_to_stream(step: Step, matrix: str) -> None:
     """Adds what all cores' outputs of `matrix` sum to."""
-    plan, refs = step.plan, step.refs
-    step.cores.start_sum([step.take_unrounded(refs.out_draft_out, matrix, "out")])
-    (total,) = step.cores.finish_sum()
-    own = refs.draft_stream[:, step.cores.own_lanes(share.config.hidden_size)]
-    _set_stream(share, step, rounded(plan, own + rounded(plan, total)))
+    refs = step.refs
+    step.cores.start_total(step.take_unrounded(refs.out_draft_out, matrix, "out"))
+    refs.draft_stream[...] = rounded(step.plan, refs.draft_stream[...] + step.cores.finish_total())
 
 
 def _attention(share: Share, step: Step, section: Scalar, layer: int, turn: Turn) -> None:
@@ -76,7 +68,7 @@ def _attention(share: Share, step: Step, section: Scalar, layer: int, turn: Turn
     lax.fori_loop(0, plan.sequences, lambda sequence, _: _attend(share, step, layer, sequence), None)
     read = _side_by_side(share, [refs.draft_read[:, head] for head in range(share.heads)])
     step.linear(section, rounded(plan, read), f"draft{layer}_out")
-    _add_to_stream(share, step, f"draft{layer}_out")
+    _add_to_stream(step, f"draft{layer}_out")
 
 
 def _side_by_side(share: Share, heads: list[jax.Array]) -> jax.Array:
@@ -94,7 +86,7 @@ def _ffn(share: Share, step: Step, section: Scalar, layer: int) -> None:
     out = step.linear(section, norm(share.config, step, refs.draft_stream[...], f"ffn_norm{layer}"), name)
     gate, up = (step.take(out, name, part) for part in ("gate", "up"))
     step.linear(section, rounded(plan, gate * jax.nn.sigmoid(gate) * up), f"draft{layer}_down")
-    _add_to_stream(share, step, f"draft{layer}_down")
+    _add_to_stream(step, f"draft{layer}_down")
 
 
 def _attend(share: Share, step: Step, layer: int, sequence: Scalar) -> None:

@@ -96,6 +96,10 @@ class DSparkDrafter:
         share = Share(self.config, split)
         return max(round_up(share.features, LANES), share.hidden)
 
+    @property
+    def sum_width(self) -> int:
+        return self.config.hidden_size
+
     def vmem(self, plan: Plan) -> dict[str, Buffer]:
         own, share, rows = self.config, Share(self.config, plan.split), plan.rows
         lanes, heads = share.cache_lanes, (share.heads, share.head_lanes)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from megakernel.collectives import statistic, statistics
 from megakernel.control import when
 from megakernel.cores import ManyCores
 from megakernel.layers import Step, column
@@ -23,6 +22,7 @@ from megakernel.program import LANES
 from megakernel.shared_rows import scalar_of
 from megakernel.stream import Ref, Scalar
 from megakernel.vocabulary import SEGMENTS, entries, for_pieces, highest, lowest_entry
+from megakernel.wire import statistic, statistics
 from spec_decode.dspark.config import DSparkConfig
 
 _LOWEST = -3e38
@@ -33,7 +33,7 @@ def choose_slot(config: DSparkConfig, step: Step, slot: Scalar) -> None:
     """Writes `drafts[slot * sequences + s]`, the same on every core; equal logits go to the lowest entry."""
     plan, refs = step.plan, step.refs
     assert isinstance(step.cores, ManyCores)
-    exchange = step.cores.exchange
+    exchange = step.cores.pieces
     own = [_best_of_shard(config, step, slot, sequence) for sequence in range(plan.sequences)]
     values, tokens = (column(list(found), plan.wire_rows) for found in zip(*own, strict=True))
     exchange.start_gather(statistics(values, tokens.astype(jnp.float32)))  # entries below 2 ** 24 are exact
@@ -60,7 +60,7 @@ def _best_of_shard(config: DSparkConfig, step: Step, slot: Scalar, sequence: int
     """The highest of this core's logits, disturbed if the draft is drawn, and its entry.  # [] f32, [] i32"""
     plan, refs = step.plan, step.refs
     assert isinstance(step.cores, ManyCores)
-    first = step.cores.exchange.me * plan.split.vocabulary
+    first = step.cores.me * plan.split.vocabulary
     shard = _own_segments(step)
     logits = shard.row_logits
     row = slot * plan.sequences + sequence
@@ -89,6 +89,6 @@ def _own_segments(step: Step) -> SimpleNamespace:
     assert isinstance(step.cores, ManyCores)
     found = {"row_logits": refs.row_logits.at[:SEGMENTS], "scaled_logits": refs.scaled_logits.at[:SEGMENTS]}
     if step.plan.penalties:
-        own = pl.ds(pl.multiple_of(step.cores.exchange.me * SEGMENTS, SEGMENTS), SEGMENTS)
+        own = pl.ds(pl.multiple_of(step.cores.me * SEGMENTS, SEGMENTS), SEGMENTS)
         found |= {name: getattr(refs, name).at[:, own] for name in ("logit_bias", "token_counts")}
     return SimpleNamespace(sampling_floats=refs.sampling_floats, **found)

@@ -1,0 +1,100 @@
+"""How much travels between cores at a time, and in how many hops sums over cores go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megakernel.program import LANES, round_up
+from megakernel.rates import rates_of
+
+if TYPE_CHECKING:
+    from megakernel.plan import Plan
+
+EIGHT_BITS = ("int8", "float8_e4m3fn")
+"""Formats of a wire that needs a scale a row."""
+WIRE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
+"""Formats of a wire, and the bytes that a number takes."""
+
+
+def gather_lanes(plan: Plan) -> int:
+    """Lanes of the widest piece that one core sends everyone."""
+    split, config = plan.split, plan.config
+    gathers = [[split.hidden]]
+    if config.kda_layers:
+        gathers.append([split.piece(config.kda_head_dim)] * (1 if config.use_full_rank_gate else 2))
+    if config.mla_layers:
+        gathers.append([split.piece(split.low_width)])
+    if plan.moe_layers:
+        gathers.append([exact_lanes(plan, split.piece(config.num_experts)), *_beside_router(plan)])
+    gathers += [[split.sum_piece(width)] for width in total_widths(plan)]
+    if plan.drafter:
+        gathers.append([plan.drafter.exchange_lanes(split)])
+    return max(sum(round_up(width, LANES) for width in widths) for widths in gathers)
+
+
+def exact_lanes(plan: Plan, width: int) -> int:
+    """Lanes in which `width` float32 numbers keep all their bits."""
+    return width if plan.activations == "float32" else 3 * width
+
+
+def _beside_router(plan: Plan) -> list[int]:
+    """What is gathered together with the router's logits where experts work on latents."""
+    config, split = plan.config, plan.split
+    if not config.latent_experts:
+        return []
+    shared = [split.shared_width] if config.num_shared_experts else []
+    return [split.piece(config.routed_expert_hidden_size), *shared]
+
+
+def total_widths(plan: Plan) -> dict[int, int]:
+    """Widths of the sums that every core needs whole, and how many of each there are in a step."""
+    config, moe = plan.config, plan.moe_layers
+    found = {config.hidden_size: 2 * config.num_hidden_layers - moe}
+    if moe:
+        width = config.routed_expert_hidden_size
+        if not config.latent_experts:
+            width = config.hidden_size * (2 if config.num_shared_experts else 1)
+        found[width] = found.get(width, 0) + moe
+    if plan.drafter and plan.drafter.sum_width:
+        found.setdefault(plan.drafter.sum_width, 0)
+    return found
+
+
+def total_message(plan: Plan, width: int, hops: int) -> tuple[int, int]:
+    """Rows and lanes of the partial sum, or the piece of one, that one core sends another."""
+    scale = LANES if plan.wire in EIGHT_BITS else 0
+    if hops == 2:
+        return plan.wire_rows, plan.split.sum_piece(width) + scale
+    return plan.wire_rows * (round_up(width, LANES) + scale) // LANES, LANES
+
+
+def totals_inbox(plan: Plan) -> tuple[int, int]:
+    """Rows and lanes that hold any of them."""
+    return max(total_message(plan, width, plan.hops) for width in total_widths(plan))
+
+
+def total_seconds(plan: Plan, width: int, hops: int, exchange: Callable[[float, int], float]) -> float:
+    """What a sum over cores takes, from the first send to the last arrival.
+
+    exchange: (bytes of a piece, cores) -> seconds, see `Rates.exchange`.
+    """
+    rows, lanes = total_message(plan, width, hops)
+    seconds = exchange(rows * lanes * WIRE_BYTES[plan.wire], plan.split.cores)
+    if hops == 2:
+        own = plan.wire_rows * plan.split.sum_piece(width) * WIRE_BYTES[plan.activations]
+        seconds += exchange(own, plan.split.cores)
+    return seconds
+
+
+def fewest_seconds(plan: Plan) -> int:
+    """The number of hops with which the sums of a step are predicted to take less; 2 where nothing is known."""
+    try:
+        exchange = rates_of(plan.target).exchange
+    except ValueError:
+        return 2
+
+    def seconds(hops: int) -> float:
+        return sum(count * total_seconds(plan, width, hops, exchange) for width, count in total_widths(plan).items())
+
+    return min((2, 1), key=seconds)
