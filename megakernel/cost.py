@@ -293,13 +293,13 @@ class _StepModel:
 
     def run_experts(self) -> None:
         """The busiest core's share."""
-        parts, slots = self.expert_parts(), self.plan.expert_slots
+        plan, parts = self.plan, self.expert_parts()
+        visits = expected_visits(plan) / expected_experts(plan)
         self.pipe.phase = "experts"
-        visits = expected_visits(self.plan) / expected_experts(self.plan)
         for number, part in enumerate(parts):
-            ahead = number + slots - self.plan.experts_held
-            if slots <= ahead < len(parts):
-                self.pipe.read(f"expert {ahead}", parts[ahead] * self.plan.expert_bytes)
+            ahead = number + plan.expert_slots - plan.experts_held
+            if plan.expert_slots <= ahead < len(parts):
+                self.pipe.read(f"expert {ahead}", parts[ahead] * plan.expert_bytes)
             self.pipe.wait(f"expert {number}")
             self.vector("expert", part * visits * self.visit_bundles())
 
