@@ -17,7 +17,7 @@ from megakernel.stream import Experts, Scalar
 _EXPERT_SHIFT = MAX_ROWS
 """Bits of a key below an expert's number: one for every tile of rows."""
 _ONE = 0x3F800000
-"""The bits of 1.0: keys above it are normal numbers, in the order of their bits."""
+"""The bits of 1.0: keys above it are normal numbers in the order of their bits, for up to 16,383 experts."""
 
 
 def expert_weights(plan: Plan, logits: jax.Array, bias: jax.Array, active: jax.Array) -> jax.Array:
@@ -103,11 +103,11 @@ def _keys(plan: Plan, weights: jax.Array, first: Scalar | int) -> jax.Array:
     # weights [rows, lanes] f32 -> [1, lanes] f32
     """
     lane = lax.broadcasted_iota(jnp.int32, (1, weights.shape[1]), 1)
-    size = weights.shape[0] if plan.expert_tiles == 1 else plan.expert_rows
-    tile = lax.div(lax.broadcasted_iota(jnp.int32, weights.shape, 0), jnp.int32(size))
-    tiles = jnp.max(jnp.where(weights > 0.0, 1, 0), axis=0, keepdims=True)
-    if plan.expert_tiles > 1:
-        tiles = jnp.sum(jnp.where(weights > 0.0, 1 << tile, 0), axis=0, keepdims=True)
+    if plan.expert_tiles == 1:
+        tiles = jnp.max(jnp.where(weights > 0.0, 1, 0), axis=0, keepdims=True)
+    else:
+        row = lax.broadcasted_iota(jnp.int32, weights.shape, 0)
+        tiles = jnp.sum(jnp.where(weights > 0.0, 1 << row, 0), axis=0, keepdims=True)
     wanted = tiles > 0
     if plan.split.expert_groups > 1:
         wanted = wanted & (lane >= first) & (lane < first + plan.split.experts)

@@ -1,4 +1,7 @@
-"""The visits of one layer (`megakernel.visits`) in SMEM, in ascending order of expert, then of tile."""
+"""The visits of one layer (`megakernel.visits`) in SMEM, in ascending order of expert, then of tile.
+
+A tile is one row, or all of them.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +62,9 @@ class Visits:
 
     def rows(self, visit: Scalar) -> Any:
         """The rows of its tile, as an index."""
-        size = self.plan.expert_rows
         if self.plan.expert_tiles == 1:
-            return slice(0, size)
-        return pl.ds((self.listed[visit] & (MAX_ROWS - 1)) * size, size)
+            return slice(0, self.plan.expert_rows)
+        return pl.ds(self.listed[visit] & (MAX_ROWS - 1), 1)
 
     def is_first(self, visit: Scalar) -> Scalar:
         """Whether the visit before, if any, was another expert's."""
