@@ -29,6 +29,7 @@ from megakernel.drafting import Drafter
 from megakernel.draw import DrawingError, draw_plan
 from megakernel.generate import plan_for
 from megakernel.loading import SHIPPED, LoadedModel, load
+from megakernel.messages import WIRE_BYTES
 from megakernel.plan import Plan, make_plan
 from megakernel.report import machine_name, plan_text, plural
 from megakernel.request import make_jobs
@@ -87,6 +88,7 @@ def _generate(options: argparse.Namespace) -> None:
         draft=options.draft,
         draft_tokens=options.draft_tokens,
         cores=options.cores,
+        wire=options.wire,
     )
     _note(f"{model.config.name}, backend {backend.name}, seed {seed}; the first run compiles, which takes seconds")
     if sys.stdout.isatty():
@@ -186,6 +188,7 @@ def _plan(options: argparse.Namespace) -> None:
         expert_slots=options.expert_slots,
         drafter=_drafter(config, options.draft),
         draft_tokens=options.draft_tokens,
+        wire=options.wire,
     )
     plan = plan_of(sequences=options.sequences)
     print(plan_text(plan), flush=True)
@@ -293,6 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
     _add_draft_options(generate)
     generate.add_argument("--cores", type=int, default=1, metavar="N", help="cores that share the model (%(default)s)")
+    _add_wire_option(generate)
     generate.add_argument("--backend", choices=NAMES, default="auto", help="where to run (%(default)s)")
     generate.add_argument("--logprobs", action="store_true", help="list each token's log-probability at the end")
     generate.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="show text as it comes")
@@ -303,6 +307,7 @@ def _parser() -> argparse.ArgumentParser:
     machines = ", ".join([*TARGETS, *TOPOLOGIES])
     plan.add_argument("--target", default="v7x", help=f"a kind of core, or a machine: {machines} (%(default)s)")
     plan.add_argument("--cores", type=int, metavar="N", help="cores that share the model (1, or all of a machine)")
+    _add_wire_option(plan)
     plan.add_argument("--expert-groups", type=int, metavar="N", help="groups of whole experts (whatever reads least)")
     plan.add_argument(
         "--sequences", "--rows", type=int, default=1, metavar="N", help="sequences together (%(default)s)"
@@ -348,6 +353,10 @@ def _bias(text: str) -> tuple[int, float]:
 def _add_host_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", type=int, default=0, metavar="I", help="this host, from 0: does its share of cores")
     parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts that share the work (%(default)s)")
+
+
+def _add_wire_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wire", choices=WIRE_BYTES, help="format of partial sums between cores (that of activations)")
 
 
 def _add_draft_options(parser: argparse.ArgumentParser) -> None:

@@ -37,6 +37,7 @@ def decode(
     draft: str | Path | Draft = ...,
     draft_tokens: int | None = ...,
     cores: int = ...,
+    wire: str | None = ...,
     stream: Literal[False] = ...,
 ) -> Generation: ...
 
@@ -55,6 +56,7 @@ def decode(
     draft: str | Path | Draft = ...,
     draft_tokens: int | None = ...,
     cores: int = ...,
+    wire: str | None = ...,
     stream: Literal[False] = ...,
 ) -> Generation | list[Generation]: ...
 
@@ -73,6 +75,7 @@ def decode(
     draft: str | Path | Draft = ...,
     draft_tokens: int | None = ...,
     cores: int = ...,
+    wire: str | None = ...,
     stream: Literal[True],
 ) -> Iterator[Piece]: ...
 
@@ -90,6 +93,7 @@ def decode(
     draft: str | Path | Draft = "none",
     draft_tokens: int | None = None,
     cores: int = 1,
+    wire: str | None = None,
     stream: bool = False,
 ) -> Generation | list[Generation] | Iterator[Piece]:
     """Decodes prompts, up to 16 together, each generation inside one kernel launch.
@@ -114,6 +118,8 @@ def decode(
       draft_tokens: drafts verified in a round, at most 15 for one sequence; default: as many as drafter and rows allow.
       cores: devices that share the model, in one launch on all of them. On a CPU, tell JAX before its first use how
         many to make: `jax.config.update("jax_num_cpu_devices", cores)`.
+      wire: number format in which partial sums travel between cores: "float32", "bfloat16", "int8" or "float8_e4m3fn";
+        fewer bits are faster and change the numbers a little. Default: the format of activations.
       stream: yield `Piece`s while decoding, a launch of a few tokens at a time; the last one of a sequence carries its
         `Generation`.
 
@@ -138,10 +144,12 @@ def decode(
         raise ValueError(f"draft_tokens = {draft_tokens} with draft='none'; choose a drafter")
     if use.name == "reference" and cores != 1:
         raise ValueError(f"cores = {cores}: backend 'reference' runs on one")
+    if use.name == "reference" and wire is not None:
+        raise ValueError(f"wire = {wire!r}: backend 'reference' has none; leave it out")
     if use.name == "reference" and model.container is not None:
         raise ValueError(f"{model.container.folder} is a container; backend 'reference' needs the checkpoint itself")
     launch_tokens = STREAM_TOKENS if stream or where.strings else None
-    settings = Settings(where, logprobs, launch_tokens, chosen, draft_tokens, cores, model.container is None)
+    settings = Settings(where, logprobs, launch_tokens, chosen, draft_tokens, cores, wire, model.container is None)
     asked = {
         "model": model.config,
         "prompts": [job.prompt for job in jobs],
@@ -154,6 +162,7 @@ def decode(
         "draft": chosen and chosen.drafter,
         "draft_tokens": draft_tokens,
         "cores": cores,
+        "wire": wire,
         "stream": stream,
     }
     seeds = agree(asked, [job.seed for job in jobs])

@@ -90,6 +90,7 @@ class Settings:
     draft: Draft | None = None
     draft_tokens: int | None = None
     cores: int = 1
+    wire: str | None = None
     has_tensors: bool = True  # not only a container, which the reference cannot read
 
     @property
@@ -135,6 +136,7 @@ def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings
         drafter=settings.draft.drafter if settings.draft else None,
         draft_tokens=settings.draft_tokens,
         cores=settings.cores,
+        wire=settings.wire,
         penalties=any(job.sampling.adjusts_logits for job in jobs),
         **(model.container.plan_choices(settings.cores) if model.container else {}),
     )

@@ -92,9 +92,12 @@ def _heading(plan: Plan) -> Iterator[str]:
 
 
 def _split(plan: Plan) -> Iterator[str]:
-    """How the experts of a layer are divided, and what other divisions would cost."""
+    """What travels between cores; how the experts of a layer are divided, and what other divisions would cost."""
     chosen = plan.split
-    if chosen.cores == 1 or not plan.moe_layers:
+    if chosen.cores == 1:
+        return
+    yield f"Between cores: pieces of vectors in {plan.activations}; sums in {plan.wire}, in {plural(plan.hops, 'hop')}"
+    if not plan.moe_layers:
         return
     yield "Division of the routed experts: groups of experts x parts of each; the busiest core is expected to read, in"
     yield "whole experts a layer (rows choosing independently, drawn 4,000 times):"

@@ -372,9 +372,19 @@ def without_snapshots(layer_table: Callable[..., jax.Array]) -> Callable[..., ja
 def embedding_is_zero(embed: Callable[..., None]) -> Callable[..., None]:
     def zeroing(step: Any) -> None:
         embed(step)
-        step.refs.stream[...] = jnp.zeros(step.refs.stream.shape, jnp.float32)
+        for buffer in (step.refs.stream, step.refs.mixture):
+            buffer[...] = jnp.zeros(buffer.shape, jnp.float32)
 
     return zeroing
+
+
+def no_snapshot_is_mixed(plan: Any, stream: Any, count: Any, weight: Any, mixture: Any, shares: Any) -> None:
+    mixture[...] = jnp.zeros(mixture.shape, jnp.float32)
+    shares[...] = jnp.zeros(shares.shape, jnp.float32)
+
+
+def mixture_is_zero(plan: Any, stream: Any, weight: Any, mixture: Any, shares: Any) -> None:
+    mixture[...] = jnp.zeros(mixture.shape, jnp.float32)
 
 
 def always(value: Any) -> Callable[[Any], Any]:
@@ -383,8 +393,9 @@ def always(value: Any) -> Callable[[Any], Any]:
 
 REPLACEMENTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "embed": (megakernel.kernel, "embed", embedding_is_zero),
-    "mix": (megakernel.kernel, "mix", zeros_like_result),
-    "mix is the prefix": (megakernel.kernel, "mix", always(lambda plan, stream, *_: stream[stream.shape[0] - 1])),
+    "mix_snapshots": (megakernel.kernel, "mix_snapshots", always(no_snapshot_is_mixed)),
+    "mix_prefix": (megakernel.kernel, "mix_prefix", always(mixture_is_zero)),
+    "mix_prefix leaves the prefix out": (megakernel.kernel, "mix_prefix", always(unchanged)),
     "snapshots": (megakernel.kernel, "layer_table", without_snapshots),
     "rms_norm": (layers, "rms_norm", always(lambda x, weight, eps: x)),
     "rms_norm without its weight": (layers, "rms_norm", lambda norm: lambda x, w, eps: norm(x, jnp.ones_like(w), eps)),
