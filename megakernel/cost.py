@@ -363,7 +363,7 @@ class _StepModel:
     def product(self, matrix: str) -> None:
         """A matrix's cuts; blocks are waited for by the first cut that reads them."""
         cuts = [cut for panel in self.plan.tilings[matrix].panels for cut in panel.cuts]
-        units = min(2, max(1, self.plan.block_lanes // 256))
+        units = 2 if self.plan.target.sums_in_matrix_unit else min(2, max(1, self.plan.block_lanes // 256))
         tiles = sum(cut.rows for cut in cuts) * self.plan.block_lanes / TILE / units
         seconds = self.spend(tiles * self.rates.tile_seconds * self.rates.clock_hz)
         blocks = sum(cut.first for cut in cuts)
