@@ -32,6 +32,8 @@ EXPERT_BUNDLES = {1: 0.41, 2: 0.45, 4: 0.54, 8: 0.57, 16: 0.86}
 """1,024 MXFP4 weights of an expert, by the rows that they meet, at most: unpacking, pushing, scaling the sums."""
 STATE_BUNDLES = 5.9
 """A register of KDA state and token: decay, read, update, read."""
+TILE_BUNDLES = 30
+"""A tile of a product whose panels both matrix units share, waits, loads and sums included: 25 to 38."""
 SEND_BUNDLES = 9
 """One send to one core."""
 PIECE_BUNDLES = 3.0
@@ -49,8 +51,7 @@ _UNITS = {"v5e": (4, 128), "v5p": (4, 128), "v6e": (2, 256), "v7x": (2, 256)}
 """Matrix units of one core and their width (the same source)."""
 _PRODUCTS_A_CYCLE = {128: 1, 256: 2}
 """Of each multiplier of a unit. The peak of a unit of 256 would otherwise need a clock of 3.5 or 4.4 GHz, twice that of
-its vector unit; with two, v7x pushes a tile in 44 cycles by the published 20 ns. As compiled 32 bundles do it, and a
-tile takes 25 to 30 where both units work, all around it included."""
+its vector unit; with two, v7x pushes a tile in 44 cycles by the published 20 ns, and 32 bundles do it as compiled."""
 _SIBLINGS = {"v7x": 2}
 """Cores (JAX devices) of one chip, where there are several."""
 
