@@ -26,6 +26,7 @@ from megakernel.rates import (
     SEND_BUNDLES,
     STATE_BUNDLES,
     TILE,
+    TILE_BUNDLES,
     Rates,
     rates_of,
 )
@@ -364,9 +365,10 @@ class _StepModel:
     def product(self, matrix: str) -> None:
         """A matrix's cuts; blocks are waited for by the first cut that reads them."""
         cuts = [cut for panel in self.plan.tilings[matrix].panels for cut in panel.cuts]
-        units = min(2, max(1, self.plan.block_lanes // 256))
-        tiles = sum(cut.rows for cut in cuts) * self.plan.block_lanes / TILE / units
-        seconds = self.spend(tiles * self.rates.tile_seconds * self.rates.clock_hz)
+        units = 2 if self.plan.target.sums_in_matrix_unit else min(2, max(1, self.plan.block_lanes // 256))
+        tiles = sum(cut.rows for cut in cuts) * self.plan.block_lanes / TILE
+        pushing = self.rates.tile_seconds * self.rates.clock_hz / units
+        seconds = self.spend(tiles * max(pushing, TILE_BUNDLES))
         blocks = sum(cut.first for cut in cuts)
         for _ in range(blocks):
             self.pipe.block(seconds / blocks, matrix)

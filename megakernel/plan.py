@@ -36,9 +36,10 @@ _BLOCK_COST_BYTES, _CUT_COST_BYTES = 8 << 10, 1 << 10
 """Cost of handling one block and one cut of a panel, as bytes of stream: what the search trades against padding."""
 _EXPERT_SHARE = 0.25
 """Part of VMEM for experts on their way, unless a plan asks for a number of slots."""
-_DEEPEST_RING = 32
+_DEEPEST_RING = 64
 """Most blocks in flight: what is fetched while an exchange or the experts keep the tape waiting."""
-_MAX_BLOCK_BYTES = 4 * MIB
+_MAX_BLOCK_BYTES = MIB // 4
+"""As much as a core's 64 vector registers hold: all of a block is loaded before the copy after it can start."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,9 @@ EXPERT_BUNDLES = {1: 0.34, 2: 0.36, 4: 0.47, 8: 0.48, 16: 0.74}
 pushing, scaling the sums."""
 STATE_BUNDLES = 5.9
 """A register of KDA state and token: decay, read, update, read."""
-SEND_BUNDLES = 14
+TILE_BUNDLES = 30
+"""A tile of a product whose panels both matrix units share, waits, loads and sums included: 25 to 38."""
+SEND_BUNDLES = 9
 """One send to one core."""
 PIECE_BUNDLES = 3.0
 """A register of what an exchange brings or takes: laying pieces out, adding them up."""
@@ -50,7 +52,7 @@ _UNITS = {"v5e": (4, 128), "v5p": (4, 128), "v6e": (2, 256), "v7x": (2, 256)}
 """Matrix units of one core and their width (the same source)."""
 _PRODUCTS_A_CYCLE = {128: 1, 256: 2}
 """Of each multiplier of a unit. The peak of a unit of 256 would otherwise need a clock of 3.5 or 4.4 GHz, twice that of
-its vector unit; with two, v7x pushes a tile in 44 cycles by the published 20 ns, and 38 bundles do it as compiled."""
+its vector unit; with two, v7x pushes a tile in 44 cycles by the published 20 ns, and 32 bundles do it as compiled."""
 _SIBLINGS = {"v7x": 2}
 """Cores (JAX devices) of one chip, where there are several."""
 

@@ -26,6 +26,7 @@ class Target:
       weights: number format of the tape and the embedding table.
       min_row_tile: rows of the tile that everything but products computes on, at least.
       min_product_rows: fewest rows of a product; from there on a row's result does not depend on how many there are.
+      sums_in_matrix_unit: whether a matrix unit adds products up itself; a sum is then made by one unit alone.
       multiplies_float32: whether the matrix unit takes float32; if not, float32 activations go through it in pieces.
       fp4_as: number format in which 4-bit weights are multiplied.
       lane_aligned: whether array slices must begin at multiples of 128 lanes.
@@ -41,6 +42,7 @@ class Target:
     weights: Number
     min_row_tile: int
     min_product_rows: int
+    sums_in_matrix_unit: bool
     multiplies_float32: bool
     fp4_as: Fp4Form
     lane_aligned: bool
@@ -58,6 +60,7 @@ def _tpu(name: str, topology: str, vmem_mib: int, hbm_gb: float, hbm_gb_per_s: f
         weights="bfloat16",
         min_row_tile=8,
         min_product_rows=8,
+        sums_in_matrix_unit=name == "v7x",
         multiplies_float32=False,
         fp4_as=fp4_as,
         lane_aligned=True,
@@ -79,6 +82,7 @@ CPU = Target(
     weights="bfloat16",
     min_row_tile=16,
     min_product_rows=2,
+    sums_in_matrix_unit=False,
     multiplies_float32=True,
     fp4_as="float32",
     lane_aligned=False,

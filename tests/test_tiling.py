@@ -23,6 +23,10 @@ from model.config import ModelConfig
 BLOCKS = [(128, 128), (256, 256), (384, 256), (1024, 512), (128, 512)]
 SEEDS = range(40)
 ROWS = 3
+TARGETS = {
+    "whole": find_target("cpu"),
+    "in halves": dataclasses.replace(find_target("cpu"), sums_in_matrix_unit=True),  # with the CPU's number formats
+}
 
 
 def random_section(seed: int, largest: int = 1500) -> tuple[Matrix, ...]:
@@ -245,11 +249,15 @@ class Section:
         self.tilings, self.blocks = lay_out(self.matrices, self.block_rows, self.block_lanes)
 
 
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("seed", range(12))
-def test_the_product_of_a_packed_section(seed: int, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_product_of_a_packed_section(
+    seed: int, target: str, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random weights laid on the tape, with an operand that is NaN outside its inputs: every product gives x @ W."""
     plain_loops(monkeypatch)
-    section, rng = Section(random_section(seed, largest=700), *block), np.random.default_rng(seed)
+    section = Section(random_section(seed, largest=700), *block, target=TARGETS[target])
+    rng = np.random.default_rng(seed)
     rows = np.zeros((section.blocks * section.block_rows, section.block_lanes), np.float32)
     dense = {m.name: rng.standard_normal((m.groups, m.k, m.n)).astype(np.float32) for m in section.matrices}
     for matrix in section.matrices:
@@ -309,3 +317,53 @@ def test_rows_of_a_folded_product_do_not_depend_on_their_number() -> None:
         alone = linear._unfolded(plan, part, 4)  # type: ignore[arg-type]
         both = linear._unfolded(several, jnp.repeat(part, 2, axis=0), 4)  # type: ignore[arg-type]
     np.testing.assert_array_equal(jax.device_get(both), np.repeat(alone, 2, axis=0))
+
+
+# ---- halves ----
+
+
+def halved(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    plan = Section((), 128, 256, target=TARGETS["in halves"])
+    product = linear._product_of_halves(plan, jnp.asarray(x), jnp.asarray(weights))  # type: ignore[arg-type]
+    return np.asarray(linear._sum_of_halves(product, len(x)))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 12, 16])
+@pytest.mark.parametrize("inputs", [16, 128, 160, 384, 512, 528, 896, 1024])
+def test_halves_meet_their_own_weights(inputs: int, rows: int) -> None:
+    """In whole numbers, of which sums are exact."""
+    rng = np.random.default_rng(inputs)
+    x = rng.integers(-9, 9, (rows, inputs)).astype(np.float32)
+    weights = rng.integers(-9, 9, (inputs, 256)).astype(np.float32)
+    np.testing.assert_array_equal(halved(x, weights), x @ weights)
+
+
+def test_halves_of_a_row_do_not_depend_on_the_number_of_rows() -> None:
+    """A row stands where it stands among fewer, and so meets the same weights in the same order."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((16, 384)), jnp.float32)
+    weights = jnp.asarray(rng.standard_normal((384, 256)), jnp.float32)
+    inputs, side_by_side = linear._halves(x, weights)
+    for rows in (1, 7, 8):
+        fewer, same = linear._halves(x[:rows], weights)
+        np.testing.assert_array_equal(same, side_by_side)
+        np.testing.assert_array_equal(fewer[:rows], inputs[:rows])
+        np.testing.assert_array_equal(fewer[8 : 8 + rows], inputs[8 : 8 + rows])
+
+
+def test_what_goes_in_halves() -> None:
+    """Where units sum by themselves: long panels of one unit's width, whatever the number of rows."""
+
+    def goes(inputs: int, outputs: int, target: str = "in halves", lanes: int = 256, rows: int = ROWS) -> bool:
+        matrix = Matrix("m", inputs, (Column("out", outputs, "", lanes=outputs),))
+        section = Section((matrix,), 1024, lanes, target=TARGETS[target], product_rows=rows)
+        panel = section.tilings["m"].panels[0]
+        return linear._multiplies_in_halves(section, panel)  # type: ignore[arg-type]
+
+    assert goes(512, 256)
+    assert goes(7168, 128)  # in two parts
+    assert goes(512, 256, rows=16)
+    assert not goes(384, 256)
+    assert not goes(7168, 32)  # in eight parts
+    assert not goes(7168, 512, lanes=512)
+    assert not goes(7168, 256, target="whole")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +15,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from megakernel.plan import Plan
-from megakernel.program import LANES, Matrix
+from megakernel.program import LANES, Matrix, round_up
 from megakernel.stream import Ref, Scalar, Tape
 from megakernel.tiling import Cut, Panel, Tiling, find_repeat
 
 _UNROLLED_CUTS = 16
 """Products of at most this many cuts are written out; longer ones loop where they repeat."""
+_UNIT_LANES = 256  # of a matrix unit that makes whole sums
+_HALVED_INPUTS = 2 * _UNIT_LANES
+"""Inputs that are multiplied in halves, as many as two matrix units take at once; shorter panels stay whole."""
+_MOST_PARTS_HALVED = 2
+"""Parts of a folded panel up to which it is: more of them fill the matrix units by themselves."""
+_GROUP = 8
+"""Rows that lie together where the halves' rows alternate: of a tile of float32."""
 
 
 def rounded(plan: Plan, x: jax.Array) -> jax.Array:
@@ -101,20 +110,66 @@ def _run_panel(
     plan: Plan, tape: Tape, section: Scalar, tiling: Tiling, panel: Panel, moved: Moved, operand: Ref, out: Ref
 ) -> None:
     group = panel.group + moved.group
+    in_halves = _multiplies_in_halves(plan, panel)
     total: jax.Array | None = None
     for cut in panel.cuts:
         block = section + (cut.block + moved.blocks)
         if cut.first:
             tape.wait(block)
         weights = tape.slot(block)[cut.row : cut.row + cut.rows]  # [cut rows, block lanes]
-        product = dot(plan, _inputs(plan, tiling, panel, cut, group, operand), weights)
+        inputs = _inputs(plan, tiling, panel, cut, group, operand)
+        product = _product_of_halves(plan, inputs, weights) if in_halves else dot(plan, inputs, weights)
         total = product if total is None else total + product
         if cut.last:
             tape.give_back(block)
     assert total is not None
     lane = group * tiling.group_lanes + (panel.lane + moved.lane)
+    if in_halves:
+        total = _sum_of_halves(total, inputs.shape[0])
     total = _unfolded(plan, total, panel.fold)
     out[: plan.product_rows, lanes(lane, total.shape[1])] = total
+
+
+# ---- halves: so that both matrix units work, though a block is only as wide as one ----
+
+
+def _multiplies_in_halves(plan: Plan, panel: Panel) -> bool:
+    if not plan.target.sums_in_matrix_unit or plan.block_lanes > _UNIT_LANES:
+        return False
+    return sum(cut.rows for cut in panel.cuts) >= _HALVED_INPUTS and panel.fold <= _MOST_PARTS_HALVED
+
+
+def _product_of_halves(plan: Plan, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """What `_sum_of_halves` makes `x @ weights` of."""
+    starts = range(0, len(weights), _HALVED_INPUTS)
+    pieces = [slice(start, min(start + _HALVED_INPUTS, len(weights))) for start in starts]
+    products = (dot(plan, *_halves(x[:, piece], weights[piece])) for piece in pieces)
+    return functools.reduce(operator.add, products)
+
+
+def _halves(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Operands of one product as wide as two blocks: the weights' halves side by side, the inputs' below each other.
+
+    Of the four quarters that come out, `_sum_of_halves` wants the two in which inputs met their own weights. Groups of
+    rows of both halves alternate: were one half's rows in registers of their own, the compiler would leave out the
+    other quarters and make both sums one chain, on one unit.
+
+    [m, cut rows], [cut rows, lanes] -> [2 * m in whole groups, half], [half, 2 * lanes]
+    """
+    half = round_up(-(-len(weights) // 2), LANES)
+    missing = 2 * half - len(weights)
+    x = jnp.pad(x, ((0, -len(x) % _GROUP), (0, missing)))
+    weights = jnp.pad(weights, ((0, missing), (0, 0)))
+    groups = [x[row : row + _GROUP, start : start + half] for row in range(0, len(x), _GROUP) for start in (0, half)]
+    return jnp.concatenate(groups, axis=0), jnp.concatenate([weights[:half], weights[half:]], axis=1)
+
+
+def _sum_of_halves(product: jax.Array, rows: int) -> jax.Array:
+    """[2 * rows in whole groups, 2 * lanes] f32 -> [rows, lanes] f32"""
+    width = product.shape[1] // 2
+    groups = [product[row : row + _GROUP] for row in range(0, len(product), _GROUP)]
+    sums = [upper[:, :width] + lower[:, width:] for upper, lower in zip(groups[::2], groups[1::2], strict=True)]
+    return jnp.concatenate(sums, axis=0)[:rows]
 
 
 def _inputs(plan: Plan, tiling: Tiling, panel: Panel, cut: Cut, group: Scalar | int, operand: Ref) -> jax.Array:
