@@ -19,7 +19,7 @@ from megakernel.cores import Cores, ManyCores, OneCore, Piece
 from megakernel.layers import Step, Work
 from megakernel.limits import POSITION_GROUP
 from megakernel.phases.linear import widened
-from megakernel.phases.mix import mix_prefix, mix_snapshots
+from megakernel.phases.mix import mix_prefix, mix_snapshots, normalise_prefix
 from megakernel.plan import Plan
 from megakernel.stream import Scalar
 
@@ -119,7 +119,7 @@ def embed(step: Step) -> None:
     step.cores.start_gather([Piece(layers.whole_tiles(rows, plan.rows), hidden)])
     (prefix,) = step.cores.finish_gather()
     refs.stream[plan.config.num_snapshots] = prefix[:, :hidden]
-    refs.mixture[...] = prefix[:, :hidden]
+    normalise_prefix(plan, refs.stream, refs.mixture)
 
 
 def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
@@ -141,7 +141,7 @@ def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
         refs.stream[prefix] = layers.rounded(plan, refs.stream[prefix] + sublayer(meanwhile))
         finish_mixture(step, mix_name)
 
-    x = step.norm(refs.mixture[...], "attn_norm")  # [rows, hidden] f32
+    x = read_mixture(step, "attn_norm")
 
     @when(writes)
     def snapshot() -> None:
@@ -160,7 +160,7 @@ def layer(step: Step, number: Scalar, bad_layer: Scalar) -> Scalar:
         def mla(block: Scalar) -> None:
             add(lambda meanwhile: layers.mla_attention(step, block, kind_index, x, meanwhile), "ffn_mix")
 
-    x = step.norm(refs.mixture[...], "ffn_norm")
+    x = read_mixture(step, "ffn_norm")
 
     if plan.moe_layers:
 
@@ -194,7 +194,12 @@ def finish_mixture(step: Step, name: str) -> None:
         weight = step.vector(name, plan.config.hidden_size)
         mix_prefix(plan, refs.stream, weight, refs.mixture, refs.mixture_shares)
     else:
-        refs.mixture[...] = refs.stream[plan.config.num_snapshots]
+        normalise_prefix(plan, refs.stream, refs.mixture)
+
+
+def read_mixture(step: Step, norm: str) -> jax.Array:
+    """What a sublayer, or the head, reads.  # [rows, hidden] f32"""
+    return layers.rounded(step.plan, step.refs.mixture[...] * step.vector(norm, step.plan.config.hidden_size))
 
 
 def _keep_tap(step: Step, number: Scalar) -> None:
@@ -214,7 +219,7 @@ def lm_head(step: Step) -> None:
     step.table = step.number * (config.num_hidden_layers + 1) + config.num_hidden_layers
     step.vectors.advance(step.table)
     first_block = step.number * plan.tape_blocks + plan.layer_starts[-1][0]
-    logits = step.linear(first_block, step.norm(refs.mixture[...], "final_norm"), "head")
+    logits = step.linear(first_block, read_mixture(step, "final_norm"), "head")
     if plan.keep_logits:
         stream.Logits(refs.step_logits, logits, refs.logits_done).write(step.number)
 

@@ -396,6 +396,13 @@ REPLACEMENTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "mix_snapshots": (megakernel.kernel, "mix_snapshots", always(no_snapshot_is_mixed)),
     "mix_prefix": (megakernel.kernel, "mix_prefix", always(mixture_is_zero)),
     "mix_prefix leaves the prefix out": (megakernel.kernel, "mix_prefix", always(unchanged)),
+    "normalise_prefix": (megakernel.kernel, "normalise_prefix", always(unchanged)),
+    "read_mixture": (megakernel.kernel, "read_mixture", zeros_like_result),
+    "read_mixture without the norm's weight": (
+        megakernel.kernel,
+        "read_mixture",
+        always(lambda step, norm: step.refs.mixture[...]),
+    ),
     "snapshots": (megakernel.kernel, "layer_table", without_snapshots),
     "rms_norm": (layers, "rms_norm", always(lambda x, weight, eps: x)),
     "rms_norm without its weight": (layers, "rms_norm", lambda norm: lambda x, w, eps: norm(x, jnp.ones_like(w), eps)),

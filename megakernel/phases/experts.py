@@ -13,6 +13,7 @@ from megakernel.control import when
 from megakernel.phases.ffn import activation
 from megakernel.phases.linear import dot, rounded
 from megakernel.phases.mxfp4 import mxfp4_dot
+from megakernel.phases.sums import addend
 from megakernel.phases.visits import Counts, Visits
 from megakernel.plan import Plan
 from megakernel.stream import Experts, Ref, Scalar
@@ -114,7 +115,7 @@ class _Layer:
         weights = self.weights[rows]
         lane = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
         share = jnp.sum(jnp.where(lane == expert, weights, 0.0), axis=-1, keepdims=True)  # [tile rows, 1]
-        self.total[rows] += jnp.where(share > 0.0, share * y, 0.0)
+        self.total[rows] += jnp.where(share > 0.0, addend(share, y), 0.0)
 
 
 def expert_hidden(plan: Plan, x: jax.Array, gate_up: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megakernel.phases.linear import rounded
+from megakernel.phases.sums import addend
 from megakernel.plan import Plan
 from megakernel.stream import Ref, Scalar
 
@@ -38,22 +39,42 @@ def mix_snapshots(plan: Plan, stream: Ref, count: Scalar, weight: jax.Array, mix
     highest = functools.reduce(jnp.maximum, scores)
     factors = [jnp.where(entry < count, jnp.exp(score - highest), 0.0) for entry, score in enumerate(scores)]
     for lanes in _pieces(stream):
-        parts = (factor * stream[entry, :, lanes] for entry, factor in enumerate(factors))
+        parts = (addend(factor, stream[entry, :, lanes]) for entry, factor in enumerate(factors))
         mixture[:, lanes] = functools.reduce(jnp.add, parts)
     shares[0] = jnp.broadcast_to(highest, shares.shape[1:])
     shares[1] = jnp.broadcast_to(functools.reduce(jnp.add, factors), shares.shape[1:])
 
 
 def mix_prefix(plan: Plan, stream: Ref, weight: jax.Array, mixture: Ref, shares: Ref) -> None:
-    """Ends in `mixture` what `mix_snapshots` began with the same weight: with no snapshot, it is the prefix."""
+    """Ends what `mix_snapshots` began with the same weight; with no snapshot, the mixture is the prefix.
+
+    Leaves it in `mixture` with its RMS normalised to one, so that its reader only has to apply a norm's weight.
+    """
     prefix = stream.shape[0] - 1
     score, highest = _score(plan, stream, prefix, weight), shares[0, :, :1]  # [rows, 1] each
     top = jnp.maximum(score, highest)
     factor, before = jnp.exp(score - top), jnp.exp(highest - top)
-    total = factor + before * shares[1, :, :1]
+    total = factor + addend(before, shares[1, :, :1])
+    squares = jnp.zeros((), jnp.float32)
     for lanes in _pieces(stream):
-        sum_ = before * mixture[:, lanes] + factor * stream[prefix, :, lanes]
-        mixture[:, lanes] = rounded(plan, sum_ / total)
+        mixed = addend(before, mixture[:, lanes]) + addend(factor, stream[prefix, :, lanes])
+        mixed = rounded(plan, mixed / total)
+        mixture[:, lanes] = mixed
+        squares = squares + mixed * mixed
+    scale = _rms_scale(plan, squares, stream.shape[2])
+    for lanes in _pieces(stream):
+        mixture[:, lanes] = mixture[:, lanes] * scale
+
+
+def normalise_prefix(plan: Plan, stream: Ref, mixture: Ref) -> None:
+    """What `mix_prefix` leaves where there is nothing to mix the prefix with."""
+    prefix = stream[stream.shape[0] - 1]
+    mixture[...] = prefix * _rms_scale(plan, prefix * prefix, stream.shape[2])
+
+
+def _rms_scale(plan: Plan, squares: jax.Array, width: int) -> jax.Array:
+    """# [rows, lanes] f32 -> [rows, 1] f32"""
+    return lax.rsqrt(jnp.sum(squares, axis=-1, keepdims=True) / width + plan.config.rms_norm_eps)
 
 
 def _score(plan: Plan, stream: Ref, entry: int, weight: jax.Array) -> jax.Array:
@@ -63,8 +84,7 @@ def _score(plan: Plan, stream: Ref, entry: int, weight: jax.Array) -> jax.Array:
         values = stream[entry, :, lanes]  # [rows, piece]
         squares = squares + values * values
         products = products + values * weight[:, lanes]
-    mean = jnp.sum(squares, axis=-1, keepdims=True) / stream.shape[2]
-    return jnp.sum(products, axis=-1, keepdims=True) * lax.rsqrt(mean + plan.config.rms_norm_eps)
+    return jnp.sum(products, axis=-1, keepdims=True) * _rms_scale(plan, squares, stream.shape[2])
 
 
 def _pieces(stream: Ref) -> list[slice]:
