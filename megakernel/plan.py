@@ -7,9 +7,7 @@ with the numbers and the knob to turn, before anything is compiled.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections import Counter
 from functools import cached_property
 
 from megakernel import bank, program, visits
@@ -25,21 +23,18 @@ from megakernel.limits import (
 )
 from megakernel.messages import WIRE_BYTES, fewest_seconds
 from megakernel.program import LANES, Matrix, power_of_two, round_up
-from megakernel.split import Split, split_choices
+from megakernel.search import choose_block, choose_split
+from megakernel.split import Split
 from megakernel.target import CPU, MIB, Number, Target
 from megakernel.tiling import Tiling, lay_out
 from model.config import ModelConfig
 from model.layout import tensor_specs
 
 BYTES = {"float32": 4, "bfloat16": 2}
-_BLOCK_COST_BYTES, _CUT_COST_BYTES = 8 << 10, 1 << 10
-"""Cost of handling one block and one cut of a panel, as bytes of stream: what the search trades against padding."""
 _EXPERT_SHARE = 0.25
 """Part of VMEM for experts on their way, unless a plan asks for a number of slots."""
 _DEEPEST_RING = 64
 """Most blocks in flight: what is fetched while an exchange or the experts keep the tape waiting."""
-_MAX_BLOCK_BYTES = MIB // 4
-"""As much as a core's 64 vector registers hold: all of a block is loaded before the copy after it can start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,10 +328,10 @@ def make_plan(
     tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
     check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights
-    split = _choose_split(config, cores, expert_groups, sequences * tokens)
+    split = choose_split(config, cores, expert_groups, sequences * tokens)
     if drafter:
         drafter.check_split(split, target)
-    block_rows, block_lanes = block or _choose_block(split, BYTES[weights])
+    block_rows, block_lanes = block or choose_block(split, BYTES[weights])
     if block_lanes % LANES or block_rows % LANES or min(block_rows, block_lanes) <= 0:
         raise PlanError(f"block = {block_rows}x{block_lanes}; rows and lanes must be positive multiples of {LANES}")
     plan = Plan(
@@ -389,41 +384,3 @@ def _deepest_ring(plan: Plan) -> int:
     if free >= plan.tape_bytes:
         return plan.tape_blocks
     return max(2, min(_DEEPEST_RING, free // plan.block_bytes))
-
-
-def _choose_split(config: ModelConfig, cores: int, expert_groups: int | None, rows: int) -> Split:
-    if isinstance(cores, bool) or not isinstance(cores, int) or cores < 1:
-        raise PlanError(f"cores = {cores!r}; expected a positive integer")
-    choices = split_choices(config, cores)
-    if expert_groups is not None:
-        choices = [split for split in choices if split.expert_groups == expert_groups]
-    if not choices:
-        asked = f" in {expert_groups} groups" if expert_groups is not None else ""
-        raise PlanError(
-            f"{cores} cores cannot share experts of width {config.moe_intermediate_size}{asked}: every core needs "
-            "whole groups of 32; the number of groups must divide the cores"
-        )
-    if cores > 1 and config.hidden_size % LANES:
-        raise PlanError(f"hidden_size = {config.hidden_size} is no multiple of {LANES}: {cores} cores cannot share it")
-    return min(choices, key=lambda split: split.expected_load(rows) * split.expert_parts * _expert_words(split))
-
-
-def _expert_words(split: Split) -> int:
-    return sum(math.prod(shape) for shape in bank.expert_shapes(split))
-
-
-def _choose_block(split: Split, item_bytes: int) -> tuple[int, int]:
-    """The block shape with the least bytes to stream, counting padding and a fixed cost a block and a cut."""
-    order = Counter(program.section_order(split.config))
-
-    def cost(shape: tuple[int, int]) -> float:
-        rows, lanes = shape
-        total = 0
-        for name, matrices in program.sections(split).items():
-            tilings, blocks = lay_out(matrices, rows, lanes)
-            cuts = sum(tiling.cuts for tiling in tilings.values())
-            total += order[name] * (blocks * (rows * lanes * item_bytes + _BLOCK_COST_BYTES) + cuts * _CUT_COST_BYTES)
-        return total
-
-    shapes = itertools.product(range(2 * LANES, 4096 + 1, LANES), (256, 512))
-    return min((s for s in shapes if s[0] * s[1] * item_bytes <= _MAX_BLOCK_BYTES), key=cost)
