@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megakernel.cost import Cost
 from megakernel.pipeline import KINDS, Span
+from megakernel.schedule_names import SUBLAYERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,20 +15,18 @@ if TYPE_CHECKING:
 
 KIND_COLOURS = {"computing": "#009E73", "waiting for HBM": "#0072B2", "waiting for an exchange": "#D55E00"}
 _FLIGHT_COLOUR = "#E69F00"
+_PART_OF = {"experts": "MoE", "sampling": "LM head"}
 _NAMED_SHARE = 0.08
 """Spans of at least this share of the picture carry their names."""
 
 
 def sublayers(cost: Cost) -> list[tuple[str, float, float]]:
-    """(sublayer, begin, end) in order, in seconds; each begins with its mix."""
+    """(sublayer, begin, end) in order, in seconds; each ends with the mix for the next one."""
     begins: list[tuple[str, float]] = []
-    mixing: float | None = None
     for span in cost.spans:
-        if span.phase == "mix and norm":
-            mixing = span.begin if mixing is None else mixing
-        elif mixing is not None:
-            begins.append((span.phase, mixing))
-            mixing = None
+        name = _PART_OF.get(span.phase, span.phase)
+        if name in (*SUBLAYERS, "LM head") and (not begins or begins[-1][0] != name):
+            begins.append((name, span.begin))
     ends = [*(begin for _, begin in begins[1:]), cost.seconds]
     return [(name, begin, end) for (name, begin), end in zip(begins, ends, strict=True)]
 

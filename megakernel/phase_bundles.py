@@ -9,9 +9,9 @@ from megakernel.schedule_names import SUBLAYERS
 if TYPE_CHECKING:
     from megakernel.schedule import Loop
 
-PHASES = ("mix and norm", *SUBLAYERS, "experts", "LM head", "sampling", "ends of a step")
-"""`mix and norm`: everything of a layer outside its sublayers; `MoE`: without the routed experts themselves; `ends of a
-step`: embedding, output mix, acceptance."""
+PHASES = ("between sublayers", *SUBLAYERS, "experts", "LM head", "sampling", "ends of a step")
+"""`between sublayers`: everything of a layer outside them; `MoE`: without the routed experts themselves; `ends of a
+step`: embedding and acceptance."""
 
 
 def phase_bundles(program: Loop) -> dict[str, float]:
@@ -35,11 +35,11 @@ def phase_bundles(program: Loop) -> dict[str, float]:
 
 
 def _add_layer(found: dict[str, float], layer: Loop) -> None:
-    found["mix and norm"] += layer.turns * layer.bundles
+    found["between sublayers"] += layer.turns * layer.bundles
     for loop in layer.inner:
         turns = layer.turns * loop.turns
         if loop.name not in SUBLAYERS:
-            found["mix and norm"] += turns * loop.executed
+            found["between sublayers"] += turns * loop.executed
             continue
         experts = sum(inner.turns * inner.executed for inner in loop.inner if inner.name in ("experts", "expert"))
         found["experts"] += turns * experts

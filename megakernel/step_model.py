@@ -17,6 +17,7 @@ from megakernel.rates import (
     CHOICE_BUNDLES,
     LOGIT_BUNDLES,
     MIX_BUNDLES,
+    NORM_BUNDLES,
     PAGE_BUNDLES,
     PIECE_BUNDLES,
     SEND_BUNDLES,
@@ -67,7 +68,9 @@ class StepModel:
         self.embed()
         for layer in range(config.num_hidden_layers):
             self.read_vectors()
+            self.norm()
             self.kda_attention() if config.layer_kind(layer) == "kda" else self.mla_attention()
+            self.norm()
             self.moe_ffn() if config.is_moe(layer) else self.dense_ffn()
         self.lm_head()
 
@@ -82,15 +85,17 @@ class StepModel:
 
     def read_vectors(self) -> None:
         """The vectors of the next layer are on their way while this one runs."""
-        self.pipe.phase = "mix and norm"
+        self.pipe.phase = "between sublayers"
         self.pipe.wait("vectors")
         tables = (memory.weight_buffers(self.plan)[f"{name}_tables"] for name in self.plan.vector_tables)
         self.pipe.read("vectors", sum(t.padded_bytes / t.shape[0] for t in tables))
 
+    def norm(self) -> None:
+        self.pipe.phase = "between sublayers"
+        self.vector("norm", NORM_BUNDLES * self.registers(self.plan.config.hidden_size))
+
     def mix(self, entries: int) -> None:
-        before, self.pipe.phase = self.pipe.phase, "mix and norm"
         self.vector("mix", MIX_BUNDLES * entries * self.registers(self.plan.config.hidden_size))
-        self.pipe.phase = before
 
     def mix_beside(self, finish: Callable[[], None]) -> None:
         """The snapshots while an exchange is under way, then the prefix."""

@@ -119,7 +119,7 @@ def test_a_schedule_replaces_the_estimates_phase_by_phase() -> None:
     cost = predict(plan, schedule=schedule)
     found = {phase.name: phase.bundles for phase in cost.phases}
     assert cost.compiled
-    assert found["mix and norm"] == pytest.approx(93_000)
+    assert found["between sublayers"] == pytest.approx(93_000)
     assert found["KDA"] == pytest.approx(0.5 * 93 * 50)
     assert found["MoE"] == pytest.approx(93 * 70)
     assert found["experts"] == pytest.approx(93 * 160)

@@ -228,7 +228,7 @@ def test_phases_add_up_to_the_round(k3_plan):
     found = phase_bundles(program)
     assert sum(found.values()) == pytest.approx(program.inner[1].executed)
     assert found["ends of a step"] == 200
-    assert found["mix and norm"] == pytest.approx(93 * 500 + 8 * 6)
+    assert found["between sublayers"] == pytest.approx(93 * 500 + 8 * 6)
     experts = program.inner[1].inner[0].inner[3].inner[2]
     assert 92 * (70 + 30 * 10) < found["experts"] == pytest.approx(92 * experts.executed)
 
