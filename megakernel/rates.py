@@ -28,7 +28,7 @@ TILE = 256 * 256
 # schedule of the plan at hand is given.
 MIX_BUNDLES = 2.2
 """A register of 1,024 float32 numbers of the residual entries: two reads, score and weighted sum."""
-NORM_BUNDLES = 4.9
+NORM_BUNDLES = 3.2
 """A register of what a sublayer reads: its norm's weight and rounding, and what else is done between sublayers."""
 EXPERT_BUNDLES = {1: 0.34, 2: 0.36, 4: 0.47, 8: 0.48, 16: 0.74}
 """A visit of 1,024 MXFP4 weights to so many rows at most, second product beside the first of the next visit: unpacking,
