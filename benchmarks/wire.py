@@ -48,7 +48,8 @@ def difference(logits: np.ndarray, others: np.ndarray) -> float:
 
 
 def main() -> None:
-    cores, count = (int(number) for number in [*sys.argv[1:], "4", "256"][:2])
+    given = [int(number) for number in sys.argv[1:]]
+    cores, count = [*given, *(4, 256)[len(given) :]]
     jax.config.update("jax_num_cpu_devices", cores)
     model = load("k3-nano")
     assert model.tokenizer is not None

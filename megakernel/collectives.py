@@ -37,17 +37,6 @@ _WORD_ROWS = 8
 """Rows of a tile of 32-bit numbers; narrower ones are packed in proportion."""
 
 
-def exchange_scratch(cores: int, rows: int, lanes: int, wire: Any) -> list[Any]:
-    """Scratch of one `Exchange`, in the order of its constructor: inbox, sent, received, half, outbox."""
-    return [
-        pltpu.VMEM((2, cores, rows, lanes), wire),
-        pltpu.SemaphoreType.DMA((1,)),
-        pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SMEM((1,), jnp.int32),
-        pltpu.VMEM((cores, rows, lanes), wire),
-    ]
-
-
 class Exchange:
     """Exchanges over one mesh axis, one at a time: start, independent work, finish, read.
 

@@ -216,10 +216,10 @@ def check_plan(folder: Path, manifest: Manifest, plan: Plan) -> None:
     if others:
         packed_for = ", ".join(f"{name} = {manifest.layout.get(name)}" for name in others)
         asked = ", ".join(f"{name} = {wanted_layout[name]}" for name in others)
+        other_cores = f"Use it with cores={manifest.cores}, or p" if "cores" in others else "P"
         raise ContainerError(
-            f"{folder}: packed for {packed_for}; the plan has {asked}. Use it with cores={manifest.cores}, "
-            f"or pack the checkpoint again: {_PACK} MODEL OUT --cores {plan.split.cores} "
-            f"--target {plan.target.name}"
+            f"{folder}: packed for {packed_for}; the plan has {asked}. {other_cores}ack the checkpoint again: "
+            f"{_PACK} MODEL OUT --cores {plan.split.cores} --target {plan.target.name}"
         )
     for name, buffer in weight_buffers(without_drafter(plan)).items():
         found = manifest.arrays.get(name)

@@ -65,11 +65,12 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
         "embedding_rows": Buffer((plan.live_rows, POSITION_GROUP, split.hidden), plan.storage),
         "stream": Buffer((config.num_snapshots + 1, rows, hidden), "float32"),
         "mixture": Buffer((rows, hidden), "float32"),
-        "mixture_shares": Buffer((2, rows, LANES), "float32"),
         "operand": Buffer((rows, plan.operand_width), activations),
         **{name: Buffer(vocabulary_shape(config.vocab_size, split.cores), "float32") for name in ROW_OF_LOGITS},
         **_product_outputs(plan),
     }
+    if config.attn_res_block_size:
+        buffers["mixture_shares"] = Buffer((2, rows, LANES), "float32")
     buffers["out_head"] = head_output(plan, "head")
     if config.kda_layers:
         buffers |= {

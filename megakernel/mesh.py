@@ -19,6 +19,7 @@ from megakernel import kernel, memory
 from megakernel.cores import AXIS
 from megakernel.limits import PlanError
 from megakernel.plan import Plan
+from megakernel.report import plural
 
 Arrays = dict[str, Any]
 WHOLE, DIVIDED = PartitionSpec(), PartitionSpec(AXIS)
@@ -33,8 +34,8 @@ def core_mesh(cores: int, devices: list[Any] | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     if len(devices) < cores:
         raise PlanError(
-            f"cores = {cores}, and JAX sees {len(devices)} devices; on a CPU, set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={cores} before JAX starts"
+            f"cores = {cores}, and JAX sees {plural(len(devices), 'device')}; on a CPU, call "
+            f"jax.config.update('jax_num_cpu_devices', {cores}) in a new process, before JAX is used"
         )
     chosen = devices[:cores]
     hosts = {device.process_index for device in chosen}

@@ -88,7 +88,7 @@ def total_seconds(plan: Plan, width: int, hops: int, exchange: Callable[[float, 
 
 
 def fewest_seconds(plan: Plan) -> int:
-    """The number of hops with which the sums of a step are predicted to take less; 2 where nothing is known."""
+    """The number of hops whose exchanges are predicted to take less in a step; 2 where nothing is known."""
     try:
         exchange = rates_of(plan.target).exchange
     except ValueError:

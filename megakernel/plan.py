@@ -224,8 +224,10 @@ class Plan:
 
     @property
     def experts_held(self) -> int:
-        """Slots in use at once: two where the second product of one visit runs beside the first of the next."""
-        return 2 if self.expert_slots > 1 and not self.target.multiplies_float32 else 1
+        """Slots in use at once: two where the second product of one visit runs beside the first of the next, which
+        leaves a slot for an expert on its way."""
+        overlaps = self.expert_slots >= min(3, self.max_distinct_experts) and not self.target.multiplies_float32
+        return 2 if overlaps and self.expert_slots > 1 else 1
 
     @property
     def expert_bytes(self) -> int:
@@ -313,7 +315,7 @@ def make_plan(
       penalties: keep what penalties and logit bias need: two arrays of the vocabulary in VMEM for each sequence.
       wire: number format in which partial sums travel between cores, one of `messages.WIRE_BYTES`; those of eight bits
         take a scale a row; default: `activations`.
-      hops: exchanges that a sum over cores takes, 1 or 2, with the same bits; default: what is predicted to be faster.
+      hops: exchanges that a sum over cores takes, 1 or 2, with the same bits; default: those predicted to take less.
 
     Raises:
       PlanError: the request cannot be served; the message says which number is too large and which knob helps.
@@ -324,7 +326,8 @@ def make_plan(
         if given not in (None, *known):
             raise PlanError(f"{name} = {given!r}; expected one of {', '.join(map(str, known))}")
     if cores == 1 and (wire or hops):
-        raise PlanError(f"wire = {wire!r}, hops = {hops!r}: on one core nothing travels; leave them out or raise cores")
+        given = f"wire = {wire!r}" if wire else f"hops = {hops}"
+        raise PlanError(f"{given}: with cores = 1 nothing travels; leave it out or raise cores")
     tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
     check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
     weights = target.weights

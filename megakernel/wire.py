@@ -15,7 +15,7 @@ from megakernel.stream import Ref
 _EXPONENT_BIAS = 127  # of float32
 _FLOAT8_BITS, _INT8_BITS = 7, 6  # a scaled row's peak lies in [2 ** bits, 2 ** (bits + 1))
 _INT8_MAX = 127
-_LARGEST_SHIFT = 120
+_LARGEST_SHIFT = 121  # of the largest float32 on an int8 wire
 _NOT_FINITE = 64
 """In place of the high part of an exponent: the row holds a NaN or an infinity."""
 

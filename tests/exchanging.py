@@ -23,8 +23,9 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megakernel.collectives import Exchange, exchange_scratch
+from megakernel.collectives import Exchange
 from megakernel.control import when
+from megakernel.messages import EIGHT_BITS
 from megakernel.program import LANES, round_up
 from megakernel.totals import in_order
 from megakernel.wire import scaled, side_by_side, statistic, statistics, unscaled
@@ -32,7 +33,17 @@ from megakernel.wire import scaled, side_by_side, statistic, statistics, unscale
 AXIS = "tp"
 CEILING = 40.0
 """The rounds end when an element of the gathered sums exceeds it."""
-EIGHT_BITS = ("float8_e4m3fn", "int8")
+
+
+def exchange_scratch(cores: int, rows: int, lanes: int, wire: Any) -> list[Any]:
+    """Scratch of one `Exchange`, in the order of its constructor: inbox, sent, received, half, outbox."""
+    return [
+        pltpu.VMEM((2, cores, rows, lanes), wire),
+        pltpu.SemaphoreType.DMA((1,)),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.VMEM((cores, rows, lanes), wire),
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

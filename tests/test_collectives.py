@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchanging import EIGHT_BITS, Script, expected, run
+from exchanging import Script, exchange_scratch, expected, run
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from launching import many_core_simulator, relative_error, watch_races
 
-from megakernel.collectives import Exchange, exchange_scratch
+from megakernel.collectives import Exchange
 from megakernel.control import when
+from megakernel.messages import EIGHT_BITS
 from megakernel.wire import join3, scaled, split3, unscaled
 
 SCRIPTS = {

@@ -219,7 +219,7 @@ def test_a_broken_protocol_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_more_cores_than_devices() -> None:
-    with pytest.raises(PlanError, match=r"cores = 9, and JAX sees 8 devices; .*device_count=9"):
+    with pytest.raises(PlanError, match=r"cores = 9, and JAX sees 8 devices; .*jax_num_cpu_devices., 9"):
         core_mesh(9)
 
 

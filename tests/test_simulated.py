@@ -108,7 +108,7 @@ def test_simulator_agrees_bit_for_bit(direction: str, knobs: dict[str, int]) -> 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_experts_that_meet_single_rows_have_no_race(direction: str) -> None:
     """As on a TPU: one visit beside the next, in two slots. `test_visits` plants the defects."""
-    model, knobs = random_model(num_experts=40), {"target": "v7x", "ring_depth": 3, "expert_slots": 2}
+    model, knobs = random_model(num_experts=40), {"target": "v7x", "ring_depth": 3, "expert_slots": 3}
     plan = open_session(model, len(ASKS), page=PAGE, **knobs).plan
     assert (plan.expert_rows, plan.experts_held) == (1, 2)
     found = outcome(model, direction, **knobs)

@@ -82,7 +82,7 @@ def test_one_hop_simulated_without_races(cores: int, mode: str, wire: str) -> No
 
 
 def test_the_faster_number_of_hops_is_chosen() -> None:
-    """By the published rates: alone, a row of Kimi K3 takes one hop on 32 cores, eight rows two, whatever the wire."""
+    """By the published rates of an exchange: alone, a row of Kimi K3 takes one hop on 32 cores, eight rows two."""
     exchange = rates_of(find_target("v7x")).exchange
     for rows, wire in ((1, None), (2, None), (2, "int8"), (4, "int8"), (8, None)):
         plan = make_plan(K3, find_target("v7x"), cores=32, sequences=rows, wire=wire)
@@ -105,7 +105,7 @@ def nano_tokens() -> list[int]:
     return [END_OF_TEXT, *tokenizer.encode(EXCERPT.read_text())][:48]
 
 
-ERRORS = {"bfloat16": 0.002, "int8": 0.013, "float8_e4m3fn": 0.028}
+ERRORS = {"int8": 0.013, "float8_e4m3fn": 0.028}
 """Relative rms error of normal numbers on a wire, see `test_collectives.test_error_of_a_wire`."""
 
 
@@ -132,6 +132,15 @@ def test_a_row_that_is_not_finite_arrives_as_nan() -> None:
         assert not back[4].any()
 
 
+def test_the_largest_and_the_smallest_rows_survive() -> None:
+    sizes = np.float32([3.2e38, 1e38, 1.0, 1e-30])[:, None]
+    x = sizes * np.float32([[1.0, -0.5, 0.25, 0.0]])
+    for wire in EIGHT_BITS:
+        values, exponents = jax.jit(functools.partial(scaled, wire=wire))(x)
+        back = np.asarray(unscaled(values.astype(wire), exponents.astype(wire)))
+        np.testing.assert_allclose(back, x, rtol=2.0**-4)
+
+
 @pytest.mark.parametrize("hops", [1, 2])
 def test_nan_does_not_get_lost_on_eight_bits(hops: int) -> None:
     broken = anew(random_model())
@@ -149,8 +158,8 @@ def test_nan_does_not_get_lost_on_eight_bits(hops: int) -> None:
     [
         ({"cores": 2, "wire": "int4"}, "wire = 'int4'; expected one of float32, bfloat16, int8, float8_e4m3fn"),
         ({"cores": 2, "hops": 3}, "hops = 3; expected one of 1, 2"),
-        ({"wire": "int8"}, "wire = 'int8', hops = None: on one core nothing travels"),
-        ({"hops": 1}, "wire = None, hops = 1: on one core nothing travels"),
+        ({"wire": "int8"}, "wire = 'int8': with cores = 1 nothing travels"),
+        ({"hops": 1}, "hops = 1: with cores = 1 nothing travels"),
     ],
 )
 def test_refusals(knobs: dict[str, Any], message: str) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from launching import watch_races
+from launching import Ask, anew, random_model, run, watch_races
 
-from megakernel import Plan, find_target, make_plan
+from megakernel import NumericsError, Plan, find_target, make_plan
 from megakernel.backends import simulator
 from megakernel.bank import mxfp4_rows
 from megakernel.memory import smem_scratch, vmem_buffers, weight_buffers
@@ -22,6 +22,7 @@ from megakernel.phases import experts as experts_phase
 from megakernel.phases import visits as visits_phase
 from megakernel.phases.experts import expert_hidden, expert_output, run_experts
 from megakernel.phases.route import start_experts
+from megakernel.phases.sums import addend
 from megakernel.phases.visits import Visits
 from megakernel.stream import Experts
 from megakernel.visits import expected_experts, expected_visits
@@ -241,6 +242,16 @@ def races_with_single_rows(slots: int) -> list[str]:
     return races.messages
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_while_one_expert_is_met_another_is_on_its_way(slots: int) -> None:
+    """But with one slot: what is held at once leaves a slot, or there are no more experts than slots."""
+    for config in (MANY, FEW):
+        plan = plan_for(config, ROWS, slots)
+        assert plan.experts_held < max(2, plan.expert_slots)
+    linear = make_plan(ModelConfig.preset("kimi-linear-48b"), V7X, cores=2, sequences=4)
+    assert linear.max_distinct_experts > linear.expert_slots > linear.experts_held
+
+
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_slot_refilled_one_expert_early_is_a_race(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert races_with_single_rows(slots) == []
@@ -278,3 +289,33 @@ def test_a_hidden_vector_of_another_visit_is_seen(monkeypatch: pytest.MonkeyPatc
     layer = experts_phase._Layer
     hidden = layer.hidden
     fails(monkeypatch, layer, "hidden", lambda self, visit: hidden(self, jnp.maximum(visit - 1, 0)))
+
+
+# ---- overflow ----
+
+
+@pytest.mark.parametrize("flips_sign", [False, True])
+def test_an_expert_that_overflows_is_reported_either_way(flips_sign: bool) -> None:
+    """One output of one expert becomes infinite, of either sign; it must not pass for a large number."""
+    model = anew(random_model())
+    expert = "model.layers.2.block_sparse_moe.experts.1"
+    changed = {}
+    for matrix in ("w1", "w3"):
+        scales = model.weights[f"{expert}.{matrix}.weight_scale"]
+        changed[f"{expert}.{matrix}.weight_scale"] = np.minimum(scales.astype(int) + 12, 254).astype(np.uint8)
+    scales, codes = (model.weights[f"{expert}.w2.weight_{part}"].copy() for part in ("scale", "packed"))
+    scales[5] = 252
+    codes[5] ^= 0x88 if flips_sign else 0
+    changed |= {f"{expert}.w2.weight_scale": scales, f"{expert}.w2.weight_packed": codes}
+    model.weights = {**model.weights, **changed}
+    with pytest.raises(NumericsError, match="layer 2"):
+        run(model, Ask((7,), new=1))
+
+
+def test_an_addend_is_a_finite_product_or_no_number() -> None:
+    largest = float(np.finfo(np.float32).max)
+    values = jnp.float32([0.0, -0.0, 1.5, -largest, largest, jnp.inf, -jnp.inf, jnp.nan, -largest])
+    factors = jnp.float32([2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0])
+    found = np.asarray(addend(factors, values))
+    np.testing.assert_array_equal(found[:5], np.float32([0.0, -0.0, 3.0, -largest, largest]))
+    assert np.isnan(found[5:]).all()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-_LOWEST = float(jnp.finfo(jnp.float32).min)
-
 
 def addend(factor: jax.Array, values: jax.Array) -> jax.Array:
-    """`factor * values`, rounded before it is added to anything. Every finite number is above the lowest; but what was
-    compared, XLA's CPU backend does not contract."""
-    return jnp.maximum(factor * values, _LOWEST)
+    """`factor * values`, rounded before it is added to anything, and NaN where it is not finite.
+
+    What has been looked at, XLA's CPU backend does not contract with the addition that follows.
+    """
+    product = factor * values
+    return jnp.where(jnp.abs(product) < jnp.inf, product, jnp.nan)
 
 
 def sum_over_keys(x: jax.Array) -> jax.Array:
