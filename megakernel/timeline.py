@@ -31,6 +31,7 @@ FAMILIES: dict[str, Family] = {
 """Family of a matrix by the first word of its name."""
 PHASE_FAMILIES: dict[str, Family] = {
     "replay": "KDA",
+    "convolution": "KDA",
     "recurrence": "KDA",
     "attention": "MLA",
     "route": "routing",
@@ -119,19 +120,19 @@ def _blocks_of(tiling: Tiling) -> Iterator[tuple[int, bool, bool]]:
 
 
 def _phases_before(plan: Plan, matrix: str) -> tuple[str, ...]:
-    if matrix == "kda_out":
-        return ("replay", "recurrence") if plan.tokens > 1 else ("recurrence",)
-    return ("attention",) if matrix == "mla_value" else ()
+    return {"kda_out": ("recurrence",), "mla_value": ("attention",)}.get(matrix, ())
 
 
 def _phases_after(plan: Plan, matrix: str) -> tuple[str, ...]:
-    """Routing follows the first half of the shared experts, if there are any. The routed experts follow the second on
-    one core, and come before it on several."""
+    """What the last round left is replayed while low-rank vectors are gathered. Routing follows the first half of the
+    shared experts, if there are any, and the routed experts the second."""
+    if matrix == "kda_in":
+        return ("replay", "convolution") if plan.tokens > 1 else ("convolution",)
     names = [found.name for found in plan.sections.get("moe", ())]
     if matrix not in names:
         return ()
     logits_gathered = [name for name in names if name in ("router", "latent", "shared_in")][-1]
-    shared_done = "shared_out" if "shared_out" in names and plan.split.cores == 1 else logits_gathered
+    shared_done = "shared_out" if "shared_out" in names else logits_gathered
     phases = ("route",) if matrix == logits_gathered else ()
     return (*phases, "experts") if matrix == shared_done else phases
 
@@ -182,9 +183,9 @@ def _windows(plan: Plan, work: Sequence[Work]) -> list[Copy]:
     """Cache windows: read from a layer's start to the phase that needs them, written until the next such layer."""
     # lane, family, phase that waits for the read (1: at its end), phase after which the write starts
     windows: list[tuple[str, Family, str, int, str]] = []
-    takes_on = "replay" if plan.tokens > 1 else "recurrence"
+    reader, writer = ("replay", "replay") if plan.tokens > 1 else ("convolution", "recurrence")
     for lane in ("KDA state", "conv tails"):
-        windows.append((lane, "KDA", takes_on, 0, takes_on))
+        windows.append((lane, "KDA", reader, 0, writer))
     if plan.tokens > 1:
         windows.append(("replay rows", "KDA", "replay", 0, "recurrence"))
     windows.append(("MLA tile", "MLA", "attention", 1, "attention"))

@@ -204,7 +204,8 @@ def test_each_tensor_is_read_once_for_all_cores(tmp_path: Path) -> None:
     model = random_model()
     counted = Counted(model.weights)
     packed_by(tmp_path, LoadedModel(model.config, counted), 4)
-    assert counted.reads == Counter(dict.fromkeys(model.weights, 1))
+    unused = "model.layers.0.self_attention_res"  # there is no snapshot yet that it could score
+    assert counted.reads == Counter(dict.fromkeys((name for name in model.weights if not name.startswith(unused)), 1))
 
 
 def test_memory_is_bounded_by_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +406,8 @@ def test_another_checkpoint_or_folder_is_not_written_over(tmp_path: Path) -> Non
 def test_manifests_of_other_versions_and_damaged_ones_are_refused(container: Path) -> None:
     file = container / "container.json"
     text = file.read_text()
-    file.write_text(text.replace('"version": 1', '"version": 7'))
-    with pytest.raises(ContainerError, match=r"version 7; this release reads .* version 1"):
+    file.write_text(text.replace('"version": 2', '"version": 7'))
+    with pytest.raises(ContainerError, match=r"version 7; this release reads .* version 2"):
         load(container)
     file.write_text(text[:-9])
     with pytest.raises(ContainerError, match=r"container.json: expected the manifest of a container; found JSONDecode"):

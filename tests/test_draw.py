@@ -81,6 +81,7 @@ def recorded_order(plan, monkeypatch) -> dict[str, list[str]]:
     record(stream.Tape, "give_back", "read of ring")
     record(route, "expert_weights", "route")
     record(layers, "commit_pending", "replay")
+    record(kda, "short_convolution", "convolution")
     record(kda, "store_rows", "recurrence")
     record(mla, "attend", "attention")
     record(experts, "run_experts", "experts")
@@ -90,7 +91,7 @@ def recorded_order(plan, monkeypatch) -> dict[str, list[str]]:
     return events
 
 
-KDA = {"kda_narrow", "kda_in", "kda_decay", "kda_gate", "replay", "recurrence", "kda_out"}
+KDA = {"kda_narrow", "kda_in", "kda_decay", "kda_gate", "replay", "convolution", "recurrence", "kda_out"}
 MLA = {"mla_low", "mla_in", "mla_query", "mla_absorb", "attention", "mla_value", "mla_out"}
 MOE = {"router", "latent", "shared_in", "route", "shared_out", "experts", "routed_up"}
 DENSE = {"dense_in", "dense_out"}
