@@ -69,7 +69,8 @@ def test_every_query_head_meets_its_key_value_head(config: DSparkConfig, cores: 
 
 
 def test_the_speculator_of_kimi_k3_is_near_an_even_share() -> None:
-    """More than that: 28 cores make the context features, each key-value head is on two, and a block stays unfilled."""
+    """More than that: 28 cores make the context features, each key-value head is on two, and columns that fill no whole
+    panel are padded, as blocks are chosen for the target."""
     target, drafter = ModelConfig.preset("kimi-k3"), DSparkDrafter(KIMI_K3)
     plan = make_plan(target, find_target("v7x"), cores=32, drafter=drafter, draft_tokens=7)
     share = Share(KIMI_K3, plan.split)
@@ -78,7 +79,7 @@ def test_the_speculator_of_kimi_k3_is_near_an_even_share() -> None:
     features = 2 * KIMI_K3.hidden_size * len(KIMI_K3.tap_layers) * KIMI_K3.target_hidden_size * (1 / 28 - 1 / 32)
     twice = 2 * KIMI_K3.num_layers * 2 * 2 * KIMI_K3.num_kv_heads * KIMI_K3.head_dim * KIMI_K3.hidden_size / 32
     tape = plan.section_blocks("draft") * plan.block_bytes
-    assert 0 <= tape - (even + features + twice) <= 0.01 * even
+    assert 0 <= tape - (even + features + twice) <= 0.03 * even
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 4, 8])
