@@ -88,9 +88,9 @@ def test_the_kernel_does_not_grow_with_the_depth() -> None:
 
 def test_another_snapshot_costs_a_few_equations() -> None:
     """What does grow with the depth: beside the last exchange of each of the four kinds of sublayer every snapshot is
-    scored and weighed, about 60 equations each."""
+    scored and weighed, about 70 equations each."""
     more = len(kernel_equations(depth(9, (3, 7, 8), 2))) - len(kernel_equations(depth(9, (3, 7, 8), 3)))
-    assert 0 <= more < 4 * 70
+    assert 0 <= more < 4 * 80
 
 
 def test_unrolled_layers_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
