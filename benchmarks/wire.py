@@ -15,20 +15,20 @@ import numpy as np
 from megakernel import LoadedModel, find_target, load, make_plan
 from megakernel.backends import Backend
 from megakernel.messages import WIRE_BYTES
+from megakernel.program import power_of_two
 from megakernel.session import Session, SlotRequest
 from model.sampling import SamplingParams
 
 EXCERPT = Path(__file__).parents[1] / "tests" / "data" / "valid_excerpt.txt"
 END_OF_TEXT = 4095
-ACTIVATIONS = "bfloat16"
+TARGET = find_target("v7x")
 
 
 def read(model: LoadedModel, tokens: list[int], cores: int, wire: str | None) -> np.ndarray:
     """Logits after each token.  # [tokens, vocabulary] f32"""
-    target = find_target("v7x")
-    steps = 1 << len(tokens).bit_length()
-    plan = make_plan(model.config, target, cores=cores, wire=wire, context=steps, launch_steps=steps, keep_logits=True)
-    session = Session(model, plan, Backend("interpret", target, True), ())
+    steps = power_of_two(len(tokens) + 1)
+    plan = make_plan(model.config, TARGET, cores=cores, wire=wire, context=steps, launch_steps=steps, keep_logits=True)
+    session = Session(model, plan, Backend("interpret", TARGET, True), ())
     asked = SlotRequest(given=tokens, position=0, known=tokens, wanted=1, sampling=SamplingParams(), seed=0)
     session.launch([asked])
     return np.asarray(session.results["step_logits"][: len(tokens), 0, : model.config.vocab_size], np.float64)
@@ -55,7 +55,7 @@ def main() -> None:
     assert model.tokenizer is not None
     tokens = [END_OF_TEXT, *model.tokenizer.encode(EXCERPT.read_text())][:count]
     one = read(model, tokens, 1, None)
-    print(f"k3-nano on {cores} cores, {count} tokens of held-out text, activations {ACTIVATIONS}, measured")
+    print(f"k3-nano on {cores} cores, {count} tokens of held-out text, activations {TARGET.activations}, measured")
     print(f"{'wire':<16}{'bytes':>6}{'difference':>12}{'same choice':>13}{'bits a token':>14}")
     print(f"{'one core':<16}{'':>6}{'':>12}{'':>13}{bits_per_token(one, tokens):>14.4f}")
     for wire, size in WIRE_BYTES.items():
