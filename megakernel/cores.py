@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -86,13 +86,17 @@ class ManyCores:
 
     Args:
       pieces: exchange in which everyone gets everyone's piece, in the activation format.
-      totals: exchange for partial sums, see `megakernel.totals`.
+      totals: by the number of hops, the exchange for such partial sums, see `megakernel.totals`.
     """
 
-    def __init__(self, plan: Plan, pieces: Exchange, totals: Exchange):
+    def __init__(self, plan: Plan, pieces: Exchange, totals: Mapping[int, Exchange]):
         self.plan, self.split, self.pieces = plan, plan.split, pieces
-        self.exchanges = (pieces, totals)
-        self.totals: Totals = OneHop(plan, totals) if plan.hops == 1 else TwoHops(plan, totals, self._gather)
+        self.exchanges = (pieces, *totals.values())
+        self._totals: dict[int, Totals] = {
+            hops: OneHop(plan, exchange) if hops == 1 else TwoHops(plan, exchange, self._gather)
+            for hops, exchange in totals.items()
+        }
+        self._summing: Totals | None = None
         self._in_flight: Sequence[Piece] = ()
 
     @property
@@ -118,10 +122,12 @@ class ManyCores:
         return [self._all_rows(self._whole(piece, ref)) for piece, ref in arrived]
 
     def start_total(self, partial: jax.Array) -> None:
-        self.totals.start(partial[: self.plan.wire_rows])
+        self._summing = self._totals[self.plan.hops(partial.shape[1])]
+        self._summing.start(partial[: self.plan.wire_rows])
 
     def finish_total(self) -> jax.Array:
-        return self._all_rows(self.totals.finish())
+        assert self._summing is not None, "finish without a start"
+        return self._all_rows(self._summing.finish())
 
     def _gather(self, own: jax.Array, total: int) -> jax.Array:
         """# [wire rows, piece] f32 -> [wire rows, total] f32"""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from megakernel.cost import Cost, predict
-from megakernel.messages import fewest_seconds
+from megakernel.messages import faster_in_one_hop
 from megakernel.other_kernel import (
     CORES,
     GOAL_SECONDS,
@@ -58,7 +58,7 @@ def comparison_text(plan_of: Callable[[int], Plan]) -> str:
             f"{PUBLISHED_SECONDS[rows] * 1e3:>11.2f}{PUBLISHED_FLOOR_SECONDS[rows] * 1e3:>11.2f}"
         )
     verification = dataclasses.replace(plan_of(1), tokens=_VERIFIED)
-    verify = predict(dataclasses.replace(verification, hops=fewest_seconds(verification))).seconds
+    verify = predict(dataclasses.replace(verification, one_hop=faster_in_one_hop(verification))).seconds
     lines.append(
         f"  {_VERIFIED} rows of one sequence, a verification: {verify * 1e3:.2f} predicted without drafting, about "
         f"{PUBLISHED_VERIFY_SECONDS * 1e3:.1f} published"

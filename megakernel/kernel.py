@@ -18,6 +18,7 @@ from megakernel.control import when, when_at
 from megakernel.cores import Cores, ManyCores, OneCore, Piece
 from megakernel.layers import Step, Work
 from megakernel.limits import POSITION_GROUP
+from megakernel.messages import hops_of_sums
 from megakernel.phases.linear import widened
 from megakernel.phases.mix import mix_prefix, mix_snapshots, normalise_prefix
 from megakernel.plan import Plan
@@ -293,7 +294,8 @@ def _open_streams(plan: Plan, refs: SimpleNamespace) -> Step:
 def _open_cores(plan: Plan, refs: SimpleNamespace) -> Cores:
     if plan.split.cores == 1:
         return OneCore(plan)
-    return ManyCores(plan, *(shared_rows.exchange_of(plan, refs, name) for name in ("pieces", "totals")))
+    totals = {hops: shared_rows.exchange_of(plan, refs, memory.TOTALS[hops]) for hops in hops_of_sums(plan)}
+    return ManyCores(plan, shared_rows.exchange_of(plan, refs, "pieces"), totals)
 
 
 def _pending_window(refs: SimpleNamespace) -> stream.Window:

@@ -241,26 +241,27 @@ def moe_ffn(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array, meanwh
 
 def _latent_moe(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array, meanwhile: Work) -> jax.Array:
     """Experts work on latents, and every core has them whole, and the shared experts' inner vector too: so each makes
-    its own piece of the output, complete."""
+    its own piece of the output, complete. What the shared experts do fills the waits of the routed ones."""
     plan, config = step.plan, step.plan.config
     latent = config.routed_expert_hidden_size
     logits = _router_logits(step, section, x)
     down = step.take(step.linear(section, x, "latent"), "latent", "latent")
-    pieces = [Piece(logits, config.num_experts, exact=True), Piece(down, latent)]
-    if config.num_shared_experts:
-        pieces.append(Piece(_gated(step, section, x, "shared"), config.shared_intermediate_size))
-    step.cores.start_gather(pieces)
-    logits, down, *inner = step.cores.finish_gather()
+    step.cores.start_gather([Piece(logits, config.num_experts, exact=True), Piece(down, latent)])
+    inner = _gated(step, section, x, "shared") if config.num_shared_experts else None
+    logits, down = step.cores.finish_gather()
 
+    if inner is not None:
+        step.cores.start_gather([Piece(inner, config.shared_intermediate_size)])
     counts = _route(step, moe_layer, logits, down[:, :latent])
-    shared = [_shared_out(step, section, hidden[:, : config.shared_intermediate_size]) for hidden in inner]
     routed = _run_experts(step, moe_layer, counts, logits)
+    hidden = step.cores.finish_gather()[0] if inner is not None else None
     step.cores.start_total(routed)
+    shared = None if hidden is None else _shared_out(step, section, hidden[:, : config.shared_intermediate_size])
     total = step.cores.finish_total()
     normed = step.norm(total, "latent_norm") if config.latent_moe_use_norm else total
     own = step.take(step.linear(section, normed, "routed_up"), "routed_up", "out")
-    for value in shared:
-        own = rounded(plan, own + rounded(plan, value))
+    if shared is not None:
+        own = rounded(plan, own + rounded(plan, shared))
     step.cores.start_gather([Piece(own, config.hidden_size)])
     meanwhile()
     (whole,) = step.cores.finish_gather()
@@ -315,7 +316,7 @@ def _visits(step: Step) -> Visits:
 
 
 def _shared_out(step: Step, section: Scalar, hidden: jax.Array) -> jax.Array:
-    """Down projection of the shared experts, while the routed ones are on their way.  # -> [rows, width] f32"""
+    """Down projection of the shared experts.  # -> [rows, width] f32"""
     return step.take_unrounded(step.linear(section, hidden, "shared_out"), "shared_out", "out")
 
 

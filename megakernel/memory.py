@@ -16,7 +16,9 @@ _ITEM_BYTES = {"float32": 4, "uint32": 4, "int32": 4, "bfloat16": 2, "uint16": 2
 MAX_STOP_TOKENS = 8
 LAYER_NUMBERS = 9
 """Numbers of one layer in the layer table, see `megakernel.kernel.layer_table`."""
-EXCHANGES = ("pieces", "totals", "logits")
+TOTALS = {1: "one_hop", 2: "two_hops"}
+"""The exchange of sums over cores that take so many hops."""
+EXCHANGES = ("pieces", *TOTALS.values(), "logits")
 """What cores exchange, each with buffers of its own: pieces of vectors, partial sums, logits."""
 ROW_OF_LOGITS = ("row_logits", "scaled_logits", "logit_mass")
 """What the sampler holds of the row that it is at, see `phases.sample`."""
@@ -116,17 +118,21 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
 
 
 def _exchange_buffers(plan: Plan) -> dict[str, Buffer]:
-    from megakernel.messages import gather_lanes, totals_inbox
+    from megakernel.messages import gather_lanes, hops_of_sums, totals_inbox
 
-    cores, partial = plan.split.cores, totals_inbox(plan)
+    cores = plan.split.cores
     shard = (SEGMENTS, plan.split.vocabulary // SEGMENTS)
     buffers = {
         "pieces_inbox": Buffer((2, cores, plan.wire_rows, gather_lanes(plan)), plan.activations),
-        "totals_inbox": Buffer((2, cores, *partial), plan.wire),
         "logits_inbox": Buffer((2, cores, *shard), "float32"),
         "logits_outbox": Buffer((cores, *shard), "float32"),
     }
-    return buffers if plan.hops == 1 else buffers | {"totals_outbox": Buffer((cores, *partial), plan.wire)}
+    for hops in hops_of_sums(plan):
+        partial = totals_inbox(plan, hops)
+        buffers[f"{TOTALS[hops]}_inbox"] = Buffer((2, cores, *partial), plan.wire)
+        if hops == 2:
+            buffers[f"{TOTALS[hops]}_outbox"] = Buffer((cores, *partial), plan.wire)
+    return buffers
 
 
 def _product_outputs(plan: Plan) -> dict[str, Buffer]:

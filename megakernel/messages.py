@@ -26,7 +26,10 @@ def gather_lanes(plan: Plan) -> int:
     if config.mla_layers:
         gathers.append([split.piece(split.low_width)])
     if plan.moe_layers:
-        gathers.append([exact_lanes(plan, split.piece(config.num_experts)), *_beside_router(plan)])
+        beside = [split.piece(config.routed_expert_hidden_size)] if config.latent_experts else []
+        gathers.append([exact_lanes(plan, split.piece(config.num_experts)), *beside])
+        if config.latent_experts and config.num_shared_experts:
+            gathers.append([split.shared_width])
     gathers += [[split.sum_piece(width)] for width in total_widths(plan)]
     if plan.drafter:
         gathers.append([plan.drafter.exchange_lanes(split)])
@@ -36,15 +39,6 @@ def gather_lanes(plan: Plan) -> int:
 def exact_lanes(plan: Plan, width: int) -> int:
     """Lanes in which `width` float32 numbers keep all their bits."""
     return width if plan.activations == "float32" else 3 * width
-
-
-def _beside_router(plan: Plan) -> list[int]:
-    """What is gathered together with the router's logits where experts work on latents."""
-    config, split = plan.config, plan.split
-    if not config.latent_experts:
-        return []
-    shared = [split.shared_width] if config.num_shared_experts else []
-    return [split.piece(config.routed_expert_hidden_size), *shared]
 
 
 def total_widths(plan: Plan) -> dict[int, int]:
@@ -61,6 +55,11 @@ def total_widths(plan: Plan) -> dict[int, int]:
     return found
 
 
+def hops_of_sums(plan: Plan) -> list[int]:
+    """1, 2 or both: how its sums go."""
+    return sorted({plan.hops(width) for width in total_widths(plan)})
+
+
 def total_message(plan: Plan, width: int, hops: int) -> tuple[int, int]:
     """Rows and lanes of the partial sum, or the piece of one, that one core sends another."""
     scale = LANES if plan.wire in EIGHT_BITS else 0
@@ -69,9 +68,9 @@ def total_message(plan: Plan, width: int, hops: int) -> tuple[int, int]:
     return plan.wire_rows * (round_up(width, LANES) + scale) // LANES, LANES
 
 
-def totals_inbox(plan: Plan) -> tuple[int, int]:
-    """Rows and lanes that hold any of them."""
-    return max(total_message(plan, width, plan.hops) for width in total_widths(plan))
+def totals_inbox(plan: Plan, hops: int) -> tuple[int, int]:
+    """Rows and lanes that hold any of those that go in `hops` hops."""
+    return max(total_message(plan, width, hops) for width in total_widths(plan) if plan.hops(width) == hops)
 
 
 def total_seconds(plan: Plan, width: int, hops: int, exchange: Callable[[float, int], float]) -> float:
@@ -87,14 +86,11 @@ def total_seconds(plan: Plan, width: int, hops: int, exchange: Callable[[float, 
     return seconds
 
 
-def fewest_seconds(plan: Plan) -> int:
-    """The number of hops whose exchanges are predicted to take less in a step; 2 where nothing is known."""
+def faster_in_one_hop(plan: Plan) -> frozenset[int]:
+    """Widths of the sums whose exchanges are predicted to take less in one hop; none where nothing is known."""
     try:
         exchange = rates_of(plan.target).exchange
     except ValueError:
-        return 2
-
-    def seconds(hops: int) -> float:
-        return sum(count * total_seconds(plan, width, hops, exchange) for width, count in total_widths(plan).items())
-
-    return min((2, 1), key=seconds)
+        return frozenset()
+    one, two = ({w: total_seconds(plan, w, hops, exchange) for w in total_widths(plan)} for hops in (1, 2))
+    return frozenset(width for width in one if one[width] < two[width])

@@ -21,7 +21,7 @@ from megakernel.limits import (
     check_memory,
     check_request,
 )
-from megakernel.messages import WIRE_BYTES, fewest_seconds
+from megakernel.messages import WIRE_BYTES, faster_in_one_hop, total_widths
 from megakernel.program import LANES, Matrix, power_of_two, round_up
 from megakernel.search import choose_block, choose_split
 from megakernel.split import Split
@@ -59,7 +59,8 @@ class Plan:
     drafter: Drafter | None
     penalties: bool = False
     wire: str = "float32"
-    hops: int = 2
+    one_hop: frozenset[int] = frozenset()
+    """Widths of the sums over cores that go in one hop; all others go in two."""
 
     @property
     def live_rows(self) -> int:
@@ -85,6 +86,10 @@ class Plan:
     def wire_rows(self) -> int:
         """Rows that travel between cores: the live ones, in a tile of as few sublanes as hold them."""
         return power_of_two(self.live_rows)
+
+    def hops(self, width: int) -> int:
+        """Exchanges that a sum over cores of so many entries a row takes."""
+        return 1 if width in self.one_hop else 2
 
     @cached_property
     def head_group(self) -> int:
@@ -315,7 +320,8 @@ def make_plan(
       penalties: keep what penalties and logit bias need: two arrays of the vocabulary in VMEM for each sequence.
       wire: number format in which partial sums travel between cores, one of `messages.WIRE_BYTES`; those of eight bits
         take a scale a row; default: `activations`.
-      hops: exchanges that a sum over cores takes, 1 or 2, with the same bits; default: those predicted to take less.
+      hops: exchanges that a sum over cores takes, 1 or 2, with the same bits; default: for each width what is
+        predicted to take less.
 
     Raises:
       PlanError: the request cannot be served; the message says which number is too large and which knob helps.
@@ -356,10 +362,9 @@ def make_plan(
         drafter=drafter,
         penalties=penalties,
         wire=wire or activations or target.activations,
-        hops=hops or 2,
     )
-    if hops is None and cores > 1:
-        plan = dataclasses.replace(plan, hops=fewest_seconds(plan))
+    if cores > 1 and hops != 2:
+        plan = dataclasses.replace(plan, one_hop=frozenset(total_widths(plan)) if hops else faster_in_one_hop(plan))
     slots = expert_slots or max(1, int(target.vmem_bytes * _EXPERT_SHARE) // plan.expert_bytes)
     plan = dataclasses.replace(plan, expert_slots=min(slots, plan.max_distinct_experts))
     depth = _deepest_ring(plan) if ring_depth is None else min(ring_depth, plan.tape_blocks)

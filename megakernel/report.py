@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from megakernel.messages import total_widths
 from megakernel.split import split_choices
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def _split(plan: Plan) -> Iterator[str]:
     chosen = plan.split
     if chosen.cores == 1:
         return
-    yield f"Between cores: pieces of vectors in {plan.activations}; sums in {plan.wire}, in {plural(plan.hops, 'hop')}"
+    widths = " and ".join(f"{width:,} in {plural(plan.hops(width), 'hop')}" for width in total_widths(plan))
+    yield f"Between cores: pieces of vectors in {plan.activations}; sums in {plan.wire}, those of {widths}"
     if not plan.moe_layers:
         return
     yield "Division of the routed experts: groups of experts x parts of each; the busiest core is expected to read, in"

@@ -166,34 +166,49 @@ class StepModel:
         self.mix_beside(self.start_total("dense", self.plan.config.hidden_size))
 
     def moe_ffn(self) -> None:
-        plan, config, split = self.plan, self.plan.config, self.plan.split
+        config = self.plan.config
         self.pipe.phase = "MoE"
-        latent, shared = config.latent_experts, config.num_shared_experts > 0
+        moe = self.latent_moe if config.latent_experts else self.full_width_moe
+        moe(shared=config.num_shared_experts > 0)
+
+    def latent_moe(self, shared: bool) -> None:
+        config, split = self.plan.config, self.plan.split
         self.product("router")
-        pieces = [exact_lanes(plan, split.piece(config.num_experts))]
-        if latent:
-            self.product("latent")
-            pieces.append(split.piece(config.routed_expert_hidden_size))
-        if latent and shared:
-            self.product("shared_in")
-            pieces.append(split.shared_width)
-        finish = self.start_gather("router", pieces)
-        if shared and not latent:
+        self.product("latent")
+        finish = self.start_gather("router", [self.router_lanes(), split.piece(config.routed_expert_hidden_size)])
+        if shared:
             self.product("shared_in")
         finish()
-        self.vector("route", CHOICE_BUNDLES * config.num_experts_per_token)
-        self.start_experts()
+        widths = [split.shared_width] if shared else []
+        finish_shared = self.start_gather("shared experts", widths)
+        self.route()
+        self.run_experts()
+        finish_shared()
+        finish_total = self.start_total("routed experts", config.routed_expert_hidden_size)
+        if shared:
+            self.product("shared_out")
+        finish_total()
+        self.product("routed_up")
+        self.mix_beside(self.start_gather("prefix", [split.hidden]))
+
+    def full_width_moe(self, shared: bool) -> None:
+        self.product("router")
+        finish = self.start_gather("router", [self.router_lanes()])
+        if shared:
+            self.product("shared_in")
+        finish()
+        self.route()
         if shared:
             self.product("shared_out")
         self.run_experts()
-        self.pipe.phase = "MoE"
-        if not latent:
-            width = config.hidden_size * (2 if shared else 1)
-            self.mix_beside(self.start_total("experts", width))
-            return
-        self.start_total("routed experts", config.routed_expert_hidden_size)()
-        self.product("routed_up")
-        self.mix_beside(self.start_gather("prefix", [split.hidden]))
+        self.mix_beside(self.start_total("experts", self.plan.config.hidden_size * (2 if shared else 1)))
+
+    def router_lanes(self) -> int:
+        return exact_lanes(self.plan, self.plan.split.piece(self.plan.config.num_experts))
+
+    def route(self) -> None:
+        self.vector("route", CHOICE_BUNDLES * self.plan.config.num_experts_per_token)
+        self.start_experts()
 
     def start_experts(self) -> None:
         for number, part in list(enumerate(self.expert_parts()))[: self.plan.expert_slots]:
@@ -210,6 +225,7 @@ class StepModel:
                 self.pipe.read(f"expert {ahead}", parts[ahead] * plan.expert_bytes)
             self.pipe.wait(f"expert {number}")
             self.vector("expert", part * visits * self.visit_bundles())
+        self.pipe.phase = "MoE"
 
     def expert_parts(self) -> list[float]:
         """The experts of which the busiest core reads its part; the last one counts as far as it is expected."""
@@ -238,6 +254,8 @@ class StepModel:
 
     def start_gather(self, name: str, pieces: Sequence[int]) -> Callable[[], None]:
         plan = self.plan
+        if not pieces:
+            return lambda: None
         lanes = sum(round_up(piece, LANES) for piece in pieces)
         return self._exchange(name, plan.wire_rows, lanes, BYTES[plan.activations], whole=True)
 
@@ -245,14 +263,14 @@ class StepModel:
         plan = self.plan
         if plan.split.cores == 1:
             return lambda: None
-        message = total_message(plan, width, plan.hops)
-        finish = self._exchange(name, *message, WIRE_BYTES[plan.wire], whole=plan.hops == 1)
+        hops = plan.hops(width)
+        finish = self._exchange(name, *total_message(plan, width, hops), WIRE_BYTES[plan.wire], whole=hops == 1)
 
         def finish_both() -> None:
             finish()
             self.start_gather(name, [plan.split.sum_piece(width)])()
 
-        return finish if plan.hops == 1 else finish_both
+        return finish if hops == 1 else finish_both
 
     def _exchange(self, name: str, rows: int, lanes: int, item_bytes: int, whole: bool) -> Callable[[], None]:
         """`whole`: everyone gets the same; otherwise pieces for all cores are laid out before they leave."""

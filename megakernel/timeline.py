@@ -125,14 +125,16 @@ def _phases_before(plan: Plan, matrix: str) -> tuple[str, ...]:
 
 def _phases_after(plan: Plan, matrix: str) -> tuple[str, ...]:
     """What the last round left is replayed while low-rank vectors are gathered. Routing follows the first half of the
-    shared experts, if there are any, and the routed experts the second."""
+    shared experts, if there are any. The routed experts come before the second half if that fills the wait for their
+    sum, else after it."""
     if matrix == "kda_in":
         return ("replay", "convolution") if plan.tokens > 1 else ("convolution",)
     names = [found.name for found in plan.sections.get("moe", ())]
     if matrix not in names:
         return ()
     logits_gathered = [name for name in names if name in ("router", "latent", "shared_in")][-1]
-    shared_done = "shared_out" if "shared_out" in names else logits_gathered
+    beside_experts = "shared_out" in names and "latent" not in names
+    shared_done = "shared_out" if beside_experts else logits_gathered
     phases = ("route",) if matrix == logits_gathered else ()
     return (*phases, "experts") if matrix == shared_done else phases
 

@@ -90,13 +90,13 @@ def test_every_exchange_of_the_kernel_is_there_and_none_is_wider_than_its_buffer
     found = {phase.name: phase.exchanges for phase in cost.phases}
     assert found["KDA"] == (1 + hops) * len(K3.kda_layers)
     assert found["MLA"] == (1 + hops) * len(K3.mla_layers)
-    assert found["MoE"] == (2 + hops) * cost.plan.moe_layers
+    assert found["MoE"] == (3 + hops) * cost.plan.moe_layers
     assert found["dense"] == hops
     widest = max(
         phase.sent_bytes / phase.exchanges for phase in cost.phases if phase.name != "sampling" and phase.exchanges
     )
     piece = cost.plan.wire_rows * gather_lanes(cost.plan) * BYTES[cost.plan.activations]
-    partial = math.prod(totals_inbox(cost.plan)) * WIRE_BYTES[cost.plan.wire]
+    partial = math.prod(totals_inbox(cost.plan, hops)) * WIRE_BYTES[cost.plan.wire]
     assert widest <= 31 * max(piece, partial)
     assert len(cost.flights) == sum(found.values())
 

@@ -244,8 +244,8 @@ def test_no_slot_holds_two_copies_at_once(name):
             assert end <= start + 1e-9, place
 
 
-def test_experts_are_fetched_while_the_shared_experts_compute():
-    plan = PLANS["nano"]
+def test_experts_of_full_width_are_fetched_while_the_shared_experts_compute():
+    plan = PLANS["linear"]
     work = work_of(plan, rounds=1)
     fetches = [copy for copy in copies_of(plan, work) if copy.lane == "experts"]
     assert len(fetches) == 5 * plan.max_distinct_experts

@@ -156,7 +156,7 @@ def touching(*names, bundles=10, inner=()):
 
 def kernel_of_loops():
     """What the compiler makes of the kernel, in small: 32 cores, 2 sequences."""
-    send = [touching("pieces_sent", "pieces_received"), touching("totals_sent", "totals_outbox")]
+    send = [touching("pieces_sent", "pieces_received"), touching("two_hops_sent", "two_hops_outbox")]
     pages = touching("queries", inner=[touching("page_done", inner=[touching("page"), touching("fresh")])])
     kda = touching("ring", "state", inner=[touching("ring", "out_kda_in"), touching("trial_state"), *send])
     mla = touching("ring", "fresh", inner=[pages, touching("ring", "out_mla_out")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -19,6 +20,7 @@ from megakernel.cost import predict
 from megakernel.messages import EIGHT_BITS, WIRE_BYTES, total_seconds, total_widths
 from megakernel.program import LANES, round_up
 from megakernel.rates import rates_of
+from megakernel.session import Session
 from megakernel.wire import scaled, side_by_side, unscaled
 from model.config import ModelConfig
 
@@ -81,18 +83,29 @@ def test_one_hop_simulated_without_races(cores: int, mode: str, wire: str) -> No
     )
 
 
-def test_the_faster_number_of_hops_is_chosen() -> None:
-    """By the published rates of an exchange: alone, a row of Kimi K3 takes one hop on 32 cores, eight rows two."""
+@pytest.mark.parametrize(
+    ("rows", "wire", "one_hop"),
+    [(1, None, {7168, 3584}), (2, None, {3584}), (2, "int8", {7168, 3584}), (4, "int8", {3584}), (8, None, set())],
+)
+def test_the_faster_number_of_hops_is_chosen(rows: int, wire: str | None, one_hop: set[int]) -> None:
+    """By the published rates of an exchange, for each width of Kimi K3 on 32 cores."""
     exchange = rates_of(find_target("v7x")).exchange
-    for rows, wire in ((1, None), (2, None), (2, "int8"), (4, "int8"), (8, None)):
-        plan = make_plan(K3, find_target("v7x"), cores=32, sequences=rows, wire=wire)
-        seconds = {
-            hops: sum(count * total_seconds(plan, width, hops, exchange) for width, count in total_widths(plan).items())
-            for hops in (1, 2)
-        }
-        assert seconds[plan.hops] == min(seconds.values())
-    assert [make_plan(K3, find_target("v7x"), cores=32, sequences=rows).hops for rows in (1, 8)] == [1, 2]
-    assert make_plan(K3, find_target("v7x"), cores=32, sequences=2, wire="int8").hops == 1
+    plan = make_plan(K3, find_target("v7x"), cores=32, sequences=rows, wire=wire)
+    assert plan.one_hop == one_hop
+    for width in total_widths(plan):
+        seconds = {hops: total_seconds(plan, width, hops, exchange) for hops in (1, 2)}
+        assert seconds[plan.hops(width)] == min(seconds.values())
+
+
+def test_sums_of_one_plan_go_in_one_hop_and_in_two() -> None:
+    """Narrow sums in one, wide ones in two: the bits of either alone."""
+    model = MODELS["wide"]()
+    narrow = model.config.routed_expert_hidden_size
+    plain = open_session(model, 1, cores=4, hops=2)
+    mixed = Session(model, dataclasses.replace(plain.plan, one_hop=frozenset({narrow})), plain.backend)
+    assert [mixed.plan.hops(width) for width in (narrow, model.config.hidden_size)] == [1, 2]
+    found = [launch_once(session, [SHORT])[0] for session in (plain, mixed)]
+    np.testing.assert_array_equal(*(ran.logits for ran in found if ran))
 
 
 # ---- fewer bits ----
