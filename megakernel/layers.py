@@ -198,6 +198,7 @@ def mla_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array, mean
     assert step.pages is not None
     positions, counts = step.all_current(POSITION), step.all_current(COUNT)
     step.groups.start_read(layer, positions, step.has_written(layer))
+    ahead = mla.start_pages(plan, layer, refs.current, step.pages)
 
     low = step.take(step.linear(section, x, "mla_low"), "mla_low", "low")
     step.cores.start_gather([Piece(low, plan.split.low_width)])
@@ -215,7 +216,7 @@ def mla_attention(step: Step, section: Scalar, layer: Scalar, x: jax.Array, mean
     absorbed = step.linear(section, step.take(queries, matrix, "nope"), "mla_absorb")
     mla.store_queries(plan, absorbed, queries, refs.queries)
 
-    mla.attend(plan, layer, refs.current, refs.queries, refs.fresh, step.pages, refs.contexts)
+    mla.attend(plan, layer, refs.current, refs.queries, refs.fresh, step.pages, ahead, refs.contexts)
     step.groups.wait_read(layer, positions)
     mla.merge_into_groups(plan, refs.fresh, positions, counts, refs.latent_group)
     step.groups.start_write(layer, positions)

@@ -89,7 +89,7 @@ def vmem_buffers(plan: Plan) -> dict[str, Buffer]:
     if config.mla_layers:
         latent, heads = plan.latent_lanes, split.heads
         buffers |= {
-            "page": Buffer((2, plan.page, latent), activations),
+            "page": Buffer((plan.page_windows, plan.page, latent), activations),
             "latent_group": Buffer((sequences, plan.group_positions, latent), activations),
             "fresh": Buffer((rows, latent), "float32"),
             "queries": Buffer((rows, heads, latent), "float32"),
@@ -171,7 +171,7 @@ def semaphore_counts(plan: Plan) -> dict[str, int]:
         if plan.tokens > 1:
             counts |= {"pending_in": 1, "pending_out": 1}
     if plan.config.mla_layers:
-        counts |= {"page_done": 2, "group_in": 1, "group_out": 1}
+        counts |= {"page_done": plan.page_windows, "group_in": 1, "group_out": 1}
     if plan.moe_layers:
         counts |= {"expert_in_done": plan.expert_slots, "expert_out_done": plan.expert_slots}
     if plan.split.cores > 1:

@@ -36,6 +36,9 @@ _EXPERT_SHARE = 0.25
 _DEEPEST_RING = 64
 """Most blocks in flight: what is fetched while an exchange or the experts keep the tape waiting."""
 
+_PAGES_IN_FLIGHT = 8
+"""A page is computed with in less time than a copy of it takes to begin."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -107,6 +110,11 @@ class Plan:
     def cache_positions(self) -> int:
         """Positions of the MLA cache: the context, whole pages, and room for the last round's tiles."""
         return round_up(self.context + 2 * POSITION_GROUP, self.page)
+
+    @property
+    def page_windows(self) -> int:
+        """Pages of the MLA cache in flight at once."""
+        return min(_PAGES_IN_FLIGHT, self.sequences * (self.cache_positions // self.page))
 
     # ---- tape ----
 

@@ -127,13 +127,19 @@ def _name_visits(loop: Loop, plan: Plan) -> None:
 
 
 def _name_pages(loop: Loop, plan: Plan) -> None:
+    """The pages that are fetched first, or all of them as they are computed with."""
     pages = -(-plan.context // 2 // plan.page)
+    fetched_first = min(plan.page_windows, plan.sequences * pages)
+    if "fresh" not in _touched(loop):
+        loop.name, loop.turns = "start a page", fetched_first
+        return
     if plan.sequences > 1 and loop.inner:
         loop.name, loop.turns = "sequence", plan.sequences
         loop = max(loop.inner, key=lambda inner: inner.total)
     loop.name, loop.turns = "page", pages
     for inner in loop.inner:
-        inner.turns = 1 / pages if "fresh" in inner.touches else 1
+        merges = "fresh" in inner.touches
+        inner.turns = 1 / pages if merges else 1 - fetched_first / (plan.sequences * pages)
 
 
 def _name_delta_rule(loop: Loop, plan: Plan) -> None:

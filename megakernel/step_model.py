@@ -132,6 +132,7 @@ class StepModel:
         self.pipe.phase = "MLA"
         entry = plan.sequences * plan.latent_lanes * BYTES[plan.activations]
         self.pipe.read("latest latents", plan.group_positions * entry)
+        self.start_pages()
         self.product("mla_low")
         finish = self.start_gather("low-rank vectors", [plan.split.piece(plan.split.low_width)])
         if "mla_in" in plan.matrices:
@@ -140,24 +141,29 @@ class StepModel:
         if config.q_lora_rank is not None:
             self.product("mla_query")
         self.product("mla_absorb")
-        self.attend(plan.page * plan.latent_lanes * BYTES[plan.activations])
+        self.attend()
         self.pipe.wait("latest latents")
         self.pipe.write(plan.group_positions * entry)
         self.product("mla_value")
         self.product("mla_out")
         self.mix_beside(self.start_total("attention", config.hidden_size))
 
-    def attend(self, page_bytes: float) -> None:
-        """Two pages are on their way at once."""
-        pages = -(-self.position // self.plan.page)
-        for _ in range(self.plan.sequences):
-            for page in range(min(2, pages)):
-                self.pipe.read(f"page {page}", page_bytes)
-            for page in range(pages):
-                self.pipe.wait(f"page {page}")
-                self.vector("attention", PAGE_BUNDLES)
-                if page + 2 < pages:
-                    self.pipe.read(f"page {page + 2}", page_bytes)
+    def start_pages(self) -> None:
+        for order in range(min(self.plan.page_windows, self.page_count())):
+            self.read_page(order)
+
+    def attend(self) -> None:
+        for order in range(self.page_count()):
+            self.pipe.wait(f"page {order}")
+            self.vector("attention", PAGE_BUNDLES)
+            if order + self.plan.page_windows < self.page_count():
+                self.read_page(order + self.plan.page_windows)
+
+    def page_count(self) -> int:
+        return self.plan.sequences * -(-self.position // self.plan.page)
+
+    def read_page(self, order: int) -> None:
+        self.pipe.read(f"page {order}", self.plan.page * self.plan.latent_lanes * BYTES[self.plan.activations])
 
     def dense_ffn(self) -> None:
         self.pipe.phase = "dense"

@@ -195,20 +195,21 @@ class LatentGroups:
 
 
 class LatentPages:
-    """The past of one sequence in one MLA layer, page after page through two windows."""
+    """The past in one attention layer, page after page: the i-th page that is read there takes window `i % windows`."""
 
     def __init__(self, plan: Plan, hbm: Ref, windows: Ref, done: Ref):
         self.plan, self.hbm, self.windows, self.done = plan, hbm, windows, done
+        self.in_flight: int = windows.shape[0]
 
-    def start(self, layer: Scalar, sequence: Scalar, page: Scalar) -> None:
-        self._copy(layer, sequence, page).start()
+    def start(self, order: Scalar, layer: Scalar, sequence: Scalar, page: Scalar) -> None:
+        self._copy(order, layer, sequence, page).start()
 
-    def take(self, layer: Scalar, sequence: Scalar, page: Scalar) -> Ref:
-        self._copy(layer, sequence, page).wait()
-        return self.windows.at[lax.rem(page, 2)]
+    def take(self, order: Scalar, layer: Scalar, sequence: Scalar, page: Scalar) -> Ref:
+        self._copy(order, layer, sequence, page).wait()
+        return self.windows.at[lax.rem(order, self.in_flight)]
 
-    def _copy(self, layer: Scalar, sequence: Scalar, page: Scalar) -> Any:
-        slot = lax.rem(page, 2)
+    def _copy(self, order: Scalar, layer: Scalar, sequence: Scalar, page: Scalar) -> Any:
+        slot = lax.rem(order, self.in_flight)
         start = pl.multiple_of(page * self.plan.page, POSITION_GROUP)
         source = self.hbm.at[layer, sequence, pl.ds(start, self.plan.page)]
         return pltpu.make_async_copy(source, self.windows.at[slot], self.done.at[slot])

@@ -213,7 +213,8 @@ def _fetches(plan: Plan, work: Sequence[Work]) -> list[Copy]:
             routed = max(j for j in range(i) if work[j].name == "route") + 1
             copies += [_expert(plan, order, routed, i, item.layer) for order in range(plan.max_distinct_experts)]
         elif item.name == "attention":
-            copies.append(Copy("MLA pages", 0, "read", i, i + 1, f"layer {item.layer}", "MLA"))
+            begin = _begin_of(work, i, "MLA")
+            copies.append(Copy("MLA pages", 0, "read", begin, i + 1, f"layer {item.layer}", "MLA"))
         elif item.name == "embed":
             copies.append(Copy("embedding", 0, "read", i, i + 1, f"round {item.round}"))
     return copies

@@ -157,9 +157,10 @@ def touching(*names, bundles=10, inner=()):
 def kernel_of_loops():
     """What the compiler makes of the kernel, in small: 32 cores, 2 sequences."""
     send = [touching("pieces_sent", "pieces_received"), touching("two_hops_sent", "two_hops_outbox")]
+    first = touching("page_done", "page", "current")
     pages = touching("queries", inner=[touching("page_done", inner=[touching("page"), touching("fresh")])])
     kda = touching("ring", "state", inner=[touching("ring", "out_kda_in"), touching("trial_state"), *send])
-    mla = touching("ring", "fresh", inner=[pages, touching("ring", "out_mla_out")])
+    mla = touching("ring", "fresh", inner=[first, pages, touching("ring", "out_mla_out")])
     start = touching("expert_in_done", "chosen_experts")
     visits = touching("expert_sum", "expert_visits", inner=[touching("expert_in_done", inner=[start])])
     experts = touching("expert_sum", "expert_in_done", bundles=70, inner=[touching("expert_in_done"), visits])
@@ -190,7 +191,7 @@ def test_loops_are_named_by_what_they_touch(k3_plan):
     assert [loop.name for loop in round_.inner] == ["layer", "product head", "sampling", "send"]
     assert [loop.name for loop in layer.inner] == ["write snapshot", "KDA", "MLA", "MoE", "dense"]
     assert [loop.name for loop in kda.inner] == ["product kda_in", "token", "send", "send"]
-    assert [loop.name for loop in mla.inner] == ["sequence", "product mla_out"]
+    assert [loop.name for loop in mla.inner] == ["start a page", "sequence", "product mla_out"]
     assert [loop.name for loop in moe.inner] == ["start an expert", "find an expert", "experts"]
     first_start, visits = moe.inner[2].inner
     assert first_start.name == "start an expert"
@@ -210,8 +211,10 @@ def test_loops_turn_as_often_as_the_plan_says(k3_plan):
     assert layer.turns * kda.turns == pytest.approx(69)
     assert layer.turns * moe.turns == pytest.approx(92)
     assert layer.turns * snapshot.turns == pytest.approx(8)
-    sequence = mla.inner[0]
-    assert (sequence.turns, sequence.inner[0].turns) == (2, 16)
+    first, sequence, _ = mla.inner
+    page = sequence.inner[0]
+    assert (first.turns, sequence.turns, page.turns) == (8, 2, 16)
+    assert [inner.turns for inner in page.inner] == [1 - 8 / 32, 1 / 16]
     assert [loop.turns for loop in moe.inner] == pytest.approx([4, experts - 4, 1])
     first_start, visits = moe.inner[2].inner
     (next_expert,) = visits.inner

@@ -29,10 +29,10 @@ pytestmark = pytest.mark.slow
 
 PAGE = 16
 ASKS = (
-    Ask([5, 9], new=2, position=14),  # the last of its three steps opens the second page
-    Ask([7, 300, 11], new=1, position=30, sampling=SamplingParams(1.0, top_k=50, top_p=0.9), seed=3),  # the third page
+    Ask([5, 9], new=2, position=78),  # the last of its three steps opens the sixth page
+    Ask([7, 300, 11], new=1, position=94, sampling=SamplingParams(1.0, top_k=50, top_p=0.9), seed=3),  # the seventh
 )
-"""Both go on from caches that hold random numbers."""
+"""Both go on from caches that hold random numbers, and read more pages than are in flight at once."""
 DIRECTIONS = ["on_wait", "eager"]
 ONE_SLOT = {"ring_depth": 3, "expert_slots": 1}
 """Streams the tape, and a layer's two to four experts pass through one slot."""
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def outcome(model: LoadedModel, simulate: str | None = None, **knobs: Any) -> Outcome:
-    session = open_session(model, len(ASKS), simulate=simulate, page=PAGE, launch_steps=8, **knobs)
+    session = open_session(model, len(ASKS), simulate=simulate, page=PAGE, context=128, launch_steps=8, **knobs)
     rng = np.random.default_rng(1)
     session.caches = {
         name: jnp.asarray(rng.standard_normal(cache.shape), cache.dtype) for name, cache in session.caches.items()
@@ -228,13 +228,14 @@ def one_vector_window(patch: pytest.MonkeyPatch) -> None:
 def one_page_window(patch: pytest.MonkeyPatch) -> None:
     """The next page is fetched over the one in use."""
 
-    def into_the_first(self: stream.LatentPages, layer: jax.Array, sequence: jax.Array, page: jax.Array) -> Any:
+    def into_the_first(self: stream.LatentPages, order: jax.Array, layer: jax.Array, *place: jax.Array) -> Any:
+        sequence, page = place
         start = pl.multiple_of(page * self.plan.page, PAGE)
         source = self.hbm.at[layer, sequence, pl.ds(start, self.plan.page)]
         return pltpu.make_async_copy(source, self.windows.at[0], self.done.at[0])
 
-    def take(self: stream.LatentPages, layer: jax.Array, sequence: jax.Array, page: jax.Array) -> Any:
-        into_the_first(self, layer, sequence, page).wait()
+    def take(self: stream.LatentPages, *which: jax.Array) -> Any:
+        into_the_first(self, *which).wait()
         return self.windows.at[0]
 
     patch.setattr(stream.LatentPages, "_copy", into_the_first)

@@ -6,6 +6,8 @@ the cache serves every head as keys and as values.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -74,8 +76,39 @@ def merge_fresh(
     return entries
 
 
+Place = tuple[Scalar, Scalar]
+"""Sequence and page: pages are read sequence after sequence."""
+
+
+def start_pages(plan: Plan, layer: Scalar, current: Ref, pages: LatentPages) -> Place:
+    """Fetches the first pages of a layer, as many as there are windows; returns the place of the page after them."""
+
+    def start(order: Scalar, place: Place) -> Place:
+        pages.start(order, layer, *place)
+        return _next_place(plan, current, place)
+
+    first = (jnp.int32(0), jnp.int32(0))
+    return lax.fori_loop(0, jnp.minimum(pages.in_flight, _all_pages(plan, current)), start, first)
+
+
+def _page_count(plan: Plan, current: Ref, sequence: Scalar | int) -> Scalar:
+    position, count = current[POSITION, sequence], current[COUNT, sequence]
+    return quotient(position + jnp.maximum(count, 1) - 1, plan.page) + 1
+
+
+def _all_pages(plan: Plan, current: Ref) -> Scalar:
+    return functools.reduce(jnp.add, (_page_count(plan, current, sequence) for sequence in range(plan.sequences)))
+
+
+def _next_place(plan: Plan, current: Ref, place: Place) -> Place:
+    """After the last page, a place that means nothing."""
+    sequence, page = place
+    is_last = page + 1 == _page_count(plan, current, jnp.minimum(sequence, plan.sequences - 1))
+    return jnp.where(is_last, sequence + 1, sequence), jnp.where(is_last, 0, page + 1)
+
+
 def attend(
-    plan: Plan, layer: Scalar, current: Ref, queries: Ref, fresh: Ref, pages: LatentPages, contexts: Ref
+    plan: Plan, layer: Scalar, current: Ref, queries: Ref, fresh: Ref, pages: LatentPages, ahead: Place, contexts: Ref
 ) -> None:
     """Softmax attention of every row over its sequence's past and itself, page by page.
 
@@ -86,26 +119,26 @@ def attend(
       layer: index among the MLA layers.
       current: [.., sequences] i32 (SMEM), see `megakernel.memory`.
       queries: [rows, heads, latent_lanes] f32; fresh: [rows, latent_lanes] f32.
+      ahead: what `start_pages` returned.
       contexts: [rows, heads, kv_lora] f32, receives the attention-weighted latents.
     """
     heads, tokens, sequences = plan.split.heads, plan.tokens, plan.sequences
     scale = plan.config.qk_head_dim**-0.5
 
-    def sequence_attention(sequence: Scalar, _: None) -> None:
+    all_pages = _all_pages(plan, current)
+
+    def sequence_attention(sequence: Scalar, carry: tuple[Scalar, Place]) -> tuple[Scalar, Place]:
+        before, ahead = carry  # pages of the sequences before, and the next one to fetch
         position, count = current[POSITION, sequence], current[COUNT, sequence]
-        page_count = quotient(position + jnp.maximum(count, 1) - 1, plan.page) + 1
-        pages.start(layer, sequence, jnp.int32(0))
+        page_count = _page_count(plan, current, sequence)
         rows = [queries[t * sequences + sequence] for t in range(tokens)]
         stacked = whole_tiles(rows, MAX_ROWS).astype(plan.activations)  # [tiles * MAX_ROWS, latent_lanes]
         query = jnp.split(stacked, len(stacked) // MAX_ROWS)
         last = jnp.split(position + _row_token(plan, len(stacked)), len(query))  # the last position that a row sees
 
-        def page(i: Scalar, states: list[Softmax]) -> list[Softmax]:
-            @when(i + 1 < page_count)
-            def start_next() -> None:
-                pages.start(layer, sequence, i + 1)
-
-            entries = pages.take(layer, sequence, i)
+        def page(i: Scalar, carry: tuple[list[Softmax], Place]) -> tuple[list[Softmax], Place]:
+            states, ahead = carry
+            entries = pages.take(before + i, layer, sequence, i)
             first = i * plan.page
 
             @when(first + plan.page > position)
@@ -115,16 +148,25 @@ def attend(
             at = first + lax.broadcasted_iota(jnp.int32, (1, plan.page), 1)
             tiles = zip(states, query, last, strict=True)
             keys, values = entries[...], entries[:, : plan.config.kv_lora_rank]
-            return [accumulate(state, q, keys, values, at <= seen, scale) for state, q, seen in tiles]
+            states = [accumulate(state, q, keys, values, at <= seen, scale) for state, q, seen in tiles]
+            order = before + i + pages.in_flight
+
+            @when(order < all_pages)
+            def start_next() -> None:
+                pages.start(order, layer, *ahead)
+
+            return states, _next_place(plan, current, ahead)
 
         lowest = jnp.full((MAX_ROWS, 1), -jnp.inf, jnp.float32)
         nothing = jnp.zeros((MAX_ROWS, plan.config.kv_lora_rank), jnp.float32)
-        states = lax.fori_loop(0, page_count, page, [(lowest, jnp.zeros_like(lowest), nothing)] * len(query))
+        start = [(lowest, jnp.zeros_like(lowest), nothing)] * len(query)
+        states, ahead = lax.fori_loop(0, page_count, page, (start, ahead))
         context = jnp.concatenate([context / total for _, total, context in states], axis=0)
         for t in range(tokens):
             contexts[t * sequences + sequence] = context[t * heads : (t + 1) * heads]
+        return before + page_count, ahead
 
-    lax.fori_loop(0, sequences, sequence_attention, None)
+    lax.fori_loop(0, sequences, sequence_attention, (jnp.int32(0), ahead))
 
 
 def _row_token(plan: Plan, rows: int) -> jax.Array:

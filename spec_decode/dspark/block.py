@@ -102,14 +102,14 @@ def _attend(share: Share, step: Step, layer: int, sequence: Scalar) -> None:
 
     @when(first_page < page_count)
     def start_first() -> None:
-        pages.start(jnp.int32(layer), sequence, first_page)
+        pages.start(first_page, jnp.int32(layer), sequence, first_page)
 
     def page(i: Scalar, states: list[Softmax]) -> list[Softmax]:
         @when(i + 1 < page_count)
         def start_next() -> None:
-            pages.start(jnp.int32(layer), sequence, i + 1)
+            pages.start(i + 1, jnp.int32(layer), sequence, i + 1)
 
-        entries = pages.take(jnp.int32(layer), sequence, i)[...]  # [page, cache lanes]
+        entries = pages.take(i, jnp.int32(layer), sequence, i)[...]  # [page, cache lanes]
         at = i * plan.page + lax.broadcasted_iota(jnp.int32, (1, plan.page), 1)
         seen = (at >= lowest) & (at < anchor)
         return [_see(share, states[kv], queries[kv], entries, kv, seen) for kv in range(share.kv_heads)]
