@@ -12,27 +12,25 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
 from megakernel.aot import AotError, compile_for
-from megakernel.backends import NAMES, resolve_backend
+from megakernel.backends import NAMES
+from megakernel.call import checked_call, find_draft
 from megakernel.container import Check, check_container, cores_of_host, is_container, read_manifest
 from megakernel.container_write import write_container
 from megakernel.cost import predict
 from megakernel.cost_report import compares, comparison_text, cost_text
-from megakernel.decode import decode, find_draft
 from megakernel.drafting import Drafter
 from megakernel.draw import DrawingError, draw_plan
-from megakernel.generate import plan_for
 from megakernel.loading import SHIPPED, LoadedModel, load
 from megakernel.messages import WIRE_BYTES
 from megakernel.plan import Plan, make_plan
 from megakernel.report import machine_name, plan_text, plural
-from megakernel.request import make_jobs
 from megakernel.result import Generation, NumericsError, Piece
 from megakernel.target import TARGETS
 from megakernel.topology import TOPOLOGIES, find_machine
@@ -74,9 +72,7 @@ def _generate(options: argparse.Namespace) -> None:
     seed = secrets.randbits(32) if options.seed is None else options.seed
     model = load(options.model)
     prompt = sys.stdin.read() if options.text == "-" else options.text
-    backend = resolve_backend(options.backend)
-    run: Callable[..., Any] = functools.partial(
-        decode,
+    call = checked_call(
         model,
         prompt,
         max_new_tokens=options.max_new_tokens,
@@ -89,18 +85,18 @@ def _generate(options: argparse.Namespace) -> None:
         draft_tokens=options.draft_tokens,
         cores=options.cores,
         wire=options.wire,
+        stream=options.stream,
     )
-    _note(f"{model.config.name}, backend {backend.name}, seed {seed}; the first run compiles, which takes seconds")
+    backend = call.backend.name
+    _note(f"{model.config.name}, backend {backend}, seed {seed}; the first run compiles, which takes seconds")
     if sys.stdout.isatty():
         print(prompt, end="", flush=True)
-    done = _stream(run(stream=True)) if options.stream else _whole(run())
+    done = _stream(call.pieces()) if options.stream else _whole(*call.generations())
     if options.logprobs:
         _print_logprobs(model, done)
-    plan = None
     # With drafts a round reads the weights for many tokens; with several cores each reads its own.
-    if backend.name != "reference" and options.draft == "none" and options.cores == 1:
-        plan = plan_for(model, backend, make_jobs(model, prompt, options.max_new_tokens, sampling, seed)[0])
-    _note(f"{done.summary}{_speed(plan, done.rate)}")
+    reads_once = backend != "reference" and options.draft == "none" and options.cores == 1
+    _note(f"{done.summary}{_speed(call.groups[0][0] if reads_once else None, done.rate)}")
 
 
 def _make_cpu_devices(cores: int) -> None:

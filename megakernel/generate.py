@@ -110,7 +110,7 @@ def groups(
         size = min(len(left), MAX_ROWS)
         while True:
             try:
-                plan = plan_for(model, backend, left[:size], settings)
+                plan = _plan_for(model, backend, left[:size], settings)
                 break
             except PlanError:
                 if size == 1:
@@ -120,10 +120,9 @@ def groups(
         left = left[size:]
 
 
-def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings: Settings | None = None) -> Plan:
+def _plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings: Settings) -> Plan:
     """A plan for these jobs; sizes are rounded up to powers of two, so that few plans are ever compiled."""
     context = max(len(job.prompt) + job.max_new_tokens for job in jobs)
-    settings = settings or Settings(Stop((), ()), with_logprobs=False, launch_tokens=None)
     read = [1 if _is_prefilled(job, settings) else len(job.prompt) for job in jobs]
     steps = max(length + job.max_new_tokens for length, job in zip(read, jobs, strict=True))
     limit = model.config.max_position_embeddings
