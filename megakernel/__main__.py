@@ -194,10 +194,11 @@ def _plan(options: argparse.Namespace) -> None:
     compiled = compile_for(plan, schedule=True) if options.compile else None
     if compiled:
         print(f"\n{compiled}")
-    if target.hbm_bytes_per_s and not plan.drafter:
-        print(f"\n{cost_text(predict(plan, schedule=compiled.schedule if compiled else None))}")
+    if target.hbm_bytes_per_s:
+        cost = predict(plan, schedule=compiled.schedule if compiled else None)
+        print(f"\n{cost_text(cost)}")
         if compares(plan):
-            print(f"\n{comparison_text(lambda rows: plan_of(sequences=rows))}")
+            print(f"\n{comparison_text(lambda rows: plan_of(sequences=rows), cost)}")
 
 
 def _drafter(config: ModelConfig, draft: str) -> Drafter | None:

@@ -165,7 +165,9 @@ def test_plan_shows_a_drafter(capsys):
     assert main(["plan", "k3-nano", "--draft", "dspark", "--draft-tokens", "5"]) == 0
     text = capsys.readouterr().out
     assert "drafter  dspark: 5 tokens drafted and verified a round, 6 rows" in text
-    assert "tokens/s if every draft is accepted" in text
+    assert "A round, drafting included, of 6 rows on one core of v7x" in text
+    assert re.search(r"\n  drafting  .*\nPredicted round: [\d.]+ us; bound by ", text)
+    assert "tokens/s at most if every draft is accepted" in text
 
 
 def test_plan_takes_folders_and_shipped_models(tmp_path):
@@ -182,7 +184,7 @@ def test_plan_compiles_for_a_tpu_that_is_not_there(capsys):
     assert main(["plan", "k3-mini", "--target", "v7x", "--compile"]) == 0
     text = capsys.readouterr().out
     assert "Compiled for 1 core of tpu7x:1x1x1 by the TPU compiler" in text
-    assert "(predicted; bundles compiled)" in text
+    assert "(predicted; bundles compiled" in text
     assert re.search(r"\n +round +[\d,]+", text)
     assert re.search(r"\n +MoE +[\d,]+", text)
 
