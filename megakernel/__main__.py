@@ -21,7 +21,7 @@ import jax
 from megakernel.aot import AotError, compile_for
 from megakernel.backends import NAMES
 from megakernel.call import checked_call, find_draft
-from megakernel.container import Check, check_container, cores_of_host, is_container, read_manifest
+from megakernel.container import Check, ContainerError, check_container, cores_of_host, is_container, read_manifest
 from megakernel.container_write import write_container
 from megakernel.cost import predict
 from megakernel.cost_report import compares, comparison_text, cost_text
@@ -238,6 +238,12 @@ def _pack(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     folder = Path(options.folder)
+    if not is_container(folder):
+        found = "a folder without container.json" if folder.is_dir() else "a file" if folder.exists() else "nothing"
+        raise ContainerError(
+            f"{folder}: expected a packed model; found {found}. "
+            "To pack one: python -m megakernel pack MODEL OUT --cores N"
+        )
     cores = cores_of_host(read_manifest(folder).cores, options.host, options.hosts)
     check: Check = "quick" if options.quick else "full"
     manifest, verified = check_container(folder, cores, check)

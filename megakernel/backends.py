@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ _KINDS = {
 _CLOCK_ENTRIES = 512
 """Of a vector clock: one for the core, the others shared out among copies. Of two copies that share one, the later
 counts as after the earlier, so with few entries (JAX's default leaves one for all copies) most races go unseen."""
+INSTALL_LIBTPU = 'pip install "one-launch[tpu]"'
 NAMES = ("auto", "interpret", "simulate", "tpu", "reference")
 
 
@@ -69,7 +71,10 @@ def simulator(dma_execution_mode: str = "on_wait") -> pltpu.InterpretParams:
 def _attached_tpu() -> Target:
     device = jax.devices()[0]
     if device.platform != "tpu":
-        raise ValueError(f"backend 'tpu' needs a TPU; JAX's device here is {device.device_kind!r}: use 'interpret'")
+        here = f"JAX's device here is {device.device_kind!r}"
+        if importlib.util.find_spec("libtpu") is None:
+            here += f", and libtpu is not installed (on a machine with a TPU: {INSTALL_LIBTPU})"
+        raise ValueError(f"backend 'tpu' needs a TPU; {here}: use 'interpret'")
     if device.device_kind not in _KINDS:
         raise ValueError(f"TPU kind {device.device_kind!r} is not known; known: {', '.join(sorted(_KINDS))}")
     return TARGETS[_KINDS[device.device_kind]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -261,6 +263,7 @@ def test_quick_doctor_reports_versions_and_models(capsys):
     for package in ("python", "jax", "jaxlib", "libtpu"):
         assert re.search(rf"^{package} +\S+", text, re.MULTILINE)
     assert re.search(r"^  k3-nano +ok, [\d.]+ MiB, with tokenizer$", text, re.MULTILINE)
+    assert re.search(r"^  k3-nano-dspark +ok, [\d.]+ MiB, drafts up to 8 tokens for k3-nano$", text, re.MULTILINE)
     assert "interpret" not in text.split("shipped models")[1]
 
 
@@ -269,9 +272,45 @@ def test_doctor_reports_a_broken_model_and_goes_on(tmp_path, monkeypatch):
     shutil.copytree(SHIPPED / "k3-nano", tmp_path / "whole")
     monkeypatch.setattr("megakernel.doctor.SHIPPED", tmp_path)
     lines = [line.split(maxsplit=1) for line in doctor(run=False) if line.startswith("  ")]
-    assert [name for name, _ in lines] == ["broken", "whole"]
+    assert [name for name, _ in lines] == ["broken", "whole", "k3-nano-dspark"]
     assert lines[0][1].startswith("no: ")
     assert lines[1][1].startswith("ok, ")
+    assert lines[2][1].startswith("no: "), "its model is not there"
+
+
+def test_without_libtpu_it_is_said_how_to_install_it(monkeypatch, capsys):
+    find_spec, version = importlib.util.find_spec, importlib.metadata.version
+
+    def no_version(name):
+        if name == "libtpu":
+            raise importlib.metadata.PackageNotFoundError
+        return version(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find_spec(name))
+    monkeypatch.setattr(importlib.metadata, "version", no_version)
+    hint = 'pip install "one-launch[tpu]"'
+    assert main(["generate", PROMPT, "--backend", "tpu"]) == 2
+    assert hint in capsys.readouterr().err
+    assert main(["plan", "k3-mini", "--compile"]) == 2
+    assert hint in capsys.readouterr().err
+    assert main(["doctor", "--quick"]) == 0
+    assert f"libtpu       not installed: {hint}\n" in capsys.readouterr().out
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "one-launch"
+    assert "tpu" in project["optional-dependencies"]
+
+
+@pytest.mark.parametrize("found", ["nothing", "a file", "a folder without container.json"])
+def test_check_of_what_is_no_container_says_what_is_there(found, tmp_path, capsys):
+    path = tmp_path / "NOPE"
+    if found == "a file":
+        path.touch()
+    if found.startswith("a folder"):
+        path.mkdir()
+    assert main(["check", str(path)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"one-launch: {path}: expected a packed model; found {found}. To pack one: ")
+    assert "Error" not in message
 
 
 @pytest.mark.slow
