@@ -187,6 +187,7 @@ def test_the_row_that_was_compiled_keeps_its_prediction_and_says_so() -> None:
 
 def test_times_of_small_models_are_in_microseconds() -> None:
     cost = predict(make_plan(ModelConfig.preset("k3-nano"), V7X))
+    assert cost.floor_seconds == pytest.approx(cost.hbm_bytes / 3700e9)
     text = cost_text(cost)
     assert f"Predicted step: {cost.seconds * 1e6:.2f} us; bound by " in text
     assert f"take {cost.floor_seconds * 1e6:.2f} us, so {1 / cost.floor_seconds:,.0f} tokens/s at most\n" in text

@@ -11,11 +11,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from against_plain import MINI_DRAFTER, drafter_weights
 from launching import needs_nano, random_model, watch_races
 from speculating import Ask, open_session, run
 from test_dspark_kernel import Logged
 from test_pack import unpacked
-from test_speculation import MINI_DRAFTER, drafter_weights
 
 from megakernel import PlanError, find_target, load, make_plan
 from megakernel.aot import compile_for

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from against_plain import MINI_DRAFTER, drafter_weights, mini
 from launching import watch_races
 from speculating import Ask, open_session, run
-from test_speculation import MINI_DRAFTER, drafter_weights, mini
 
 from megakernel import make_plan, stream
 from megakernel.aot import compile_for
