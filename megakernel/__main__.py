@@ -30,6 +30,7 @@ from megakernel.draw import DrawingError, draw_plan
 from megakernel.loading import SHIPPED, LoadedModel, load
 from megakernel.messages import WIRE_BYTES
 from megakernel.plan import Plan, make_plan
+from megakernel.races import RaceError
 from megakernel.report import machine_name, plan_text, plural
 from megakernel.result import Generation, NumericsError, Piece
 from megakernel.target import TARGETS
@@ -38,7 +39,7 @@ from model.config import ConfigError, ModelConfig
 from model.presets import PRESETS
 from model.sampling import SamplingParams
 
-_USER_ERRORS = (ValueError, OSError, NumericsError, AotError, DrawingError)
+_USER_ERRORS = (ValueError, OSError, NumericsError, RaceError, AotError, DrawingError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

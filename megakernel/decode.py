@@ -125,6 +125,7 @@ def decode(
       ValueError, TypeError: an argument, by name and value, and what was expected.
       megakernel.PlanError: the machine is too small for the request.
       megakernel.NumericsError: NaN or infinity; the message names the layer.
+      megakernel.RaceError: backend "simulate" found accesses to memory that nothing orders.
       megakernel.ContainerError: a packed model that is damaged, or packed for another number of cores.
       megakernel.HostsError: other hosts make another call, or none.
     """
