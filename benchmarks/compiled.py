@@ -1,7 +1,7 @@
 """What the TPU compiler makes of a model's launch on each TPU generation, as a Markdown table; no TPU is used.
 
 Bundles are *compiled*: VLIW instructions of one turn of each loop, from the compiler's schedule. The floor of a step is
-*predicted*: its bytes over the peak bandwidth of one core's memory.
+*predicted*: the bytes that it is expected to move, over the peak bandwidth of one core's memory.
 
     python benchmarks/compiled.py [--model k3-nano] [--context 4096] [--sequences 1 8]
 """
@@ -16,7 +16,8 @@ from tqdm import tqdm
 from megakernel import TARGETS, PlanError, make_plan
 from megakernel.__main__ import find_config
 from megakernel.aot import AotError, compile_for
-from megakernel.report import duration, floor_seconds, size
+from megakernel.cost import predict
+from megakernel.report import duration, size
 
 _LOOPS = ("round", "layer", "KDA", "MLA", "MoE", "dense", "draw (if sampled)")
 
@@ -43,8 +44,7 @@ def main() -> None:
                 continue
             assert report.schedule is not None
             loops = {loop.name: f"{loop.total:,}" for _, loop in report.schedule.walk()}
-            floor = floor_seconds(plan)
-            cells += [size(report.vmem_planned), duration(floor) if floor else "-"]
+            cells += [size(report.vmem_planned), duration(predict(plan).floor_seconds)]
             print(f"| {' | '.join([*cells, *(loops.get(name, '-') for name in _LOOPS)])} |")
 
 

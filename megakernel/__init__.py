@@ -12,6 +12,7 @@ from megakernel.distributed import HostsError
 from megakernel.limits import PlanError
 from megakernel.loading import LoadedModel, ModelNotFoundError, load
 from megakernel.plan import Plan, make_plan
+from megakernel.races import RaceError
 from megakernel.result import Generation, NumericsError, Piece, Speculation, Timing
 from megakernel.target import TARGETS, Target, find_target
 from model.sampling import SamplingParams
@@ -27,6 +28,7 @@ __all__ = [
     "Piece",
     "Plan",
     "PlanError",
+    "RaceError",
     "SamplingParams",
     "Speculation",
     "Target",

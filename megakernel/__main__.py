@@ -12,27 +12,26 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
 from megakernel.aot import AotError, compile_for
-from megakernel.backends import NAMES, resolve_backend
-from megakernel.container import Check, check_container, cores_of_host, is_container, read_manifest
+from megakernel.backends import NAMES
+from megakernel.call import checked_call, find_draft
+from megakernel.container import Check, ContainerError, check_container, cores_of_host, is_container, read_manifest
 from megakernel.container_write import write_container
 from megakernel.cost import predict
 from megakernel.cost_report import compares, comparison_text, cost_text
-from megakernel.decode import decode, find_draft
 from megakernel.drafting import Drafter
 from megakernel.draw import DrawingError, draw_plan
-from megakernel.generate import plan_for
 from megakernel.loading import SHIPPED, LoadedModel, load
 from megakernel.messages import WIRE_BYTES
 from megakernel.plan import Plan, make_plan
+from megakernel.races import RaceError
 from megakernel.report import machine_name, plan_text, plural
-from megakernel.request import make_jobs
 from megakernel.result import Generation, NumericsError, Piece
 from megakernel.target import TARGETS
 from megakernel.topology import TOPOLOGIES, find_machine
@@ -40,7 +39,7 @@ from model.config import ConfigError, ModelConfig
 from model.presets import PRESETS
 from model.sampling import SamplingParams
 
-_USER_ERRORS = (ValueError, OSError, NumericsError, AotError, DrawingError)
+_USER_ERRORS = (ValueError, OSError, NumericsError, RaceError, AotError, DrawingError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,9 +73,7 @@ def _generate(options: argparse.Namespace) -> None:
     seed = secrets.randbits(32) if options.seed is None else options.seed
     model = load(options.model)
     prompt = sys.stdin.read() if options.text == "-" else options.text
-    backend = resolve_backend(options.backend)
-    run: Callable[..., Any] = functools.partial(
-        decode,
+    call = checked_call(
         model,
         prompt,
         max_new_tokens=options.max_new_tokens,
@@ -89,18 +86,18 @@ def _generate(options: argparse.Namespace) -> None:
         draft_tokens=options.draft_tokens,
         cores=options.cores,
         wire=options.wire,
+        stream=options.stream,
     )
-    _note(f"{model.config.name}, backend {backend.name}, seed {seed}; the first run compiles, which takes seconds")
+    backend = call.backend.name
+    _note(f"{model.config.name}, backend {backend}, seed {seed}; the first run compiles, which takes seconds")
     if sys.stdout.isatty():
         print(prompt, end="", flush=True)
-    done = _stream(run(stream=True)) if options.stream else _whole(run())
+    done = _stream(call.pieces()) if options.stream else _whole(*call.generations())
     if options.logprobs:
         _print_logprobs(model, done)
-    plan = None
     # With drafts a round reads the weights for many tokens; with several cores each reads its own.
-    if backend.name != "reference" and options.draft == "none" and options.cores == 1:
-        plan = plan_for(model, backend, make_jobs(model, prompt, options.max_new_tokens, sampling, seed)[0])
-    _note(f"{done.summary}{_speed(plan, done.rate)}")
+    reads_once = backend != "reference" and options.draft == "none" and options.cores == 1
+    _note(f"{done.summary}{_speed(call.groups[0][0] if reads_once else None, done.rate)}")
 
 
 def _make_cpu_devices(cores: int) -> None:
@@ -198,10 +195,11 @@ def _plan(options: argparse.Namespace) -> None:
     compiled = compile_for(plan, schedule=True) if options.compile else None
     if compiled:
         print(f"\n{compiled}")
-    if target.hbm_bytes_per_s and not plan.drafter:
-        print(f"\n{cost_text(predict(plan, schedule=compiled.schedule if compiled else None))}")
+    if target.hbm_bytes_per_s:
+        cost = predict(plan, schedule=compiled.schedule if compiled else None)
+        print(f"\n{cost_text(cost)}")
         if compares(plan):
-            print(f"\n{comparison_text(lambda rows: plan_of(sequences=rows))}")
+            print(f"\n{comparison_text(lambda rows: plan_of(sequences=rows), cost)}")
 
 
 def _drafter(config: ModelConfig, draft: str) -> Drafter | None:
@@ -241,6 +239,12 @@ def _pack(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     folder = Path(options.folder)
+    if not is_container(folder):
+        found = "a folder without container.json" if folder.is_dir() else "a file" if folder.exists() else "nothing"
+        raise ContainerError(
+            f"{folder}: expected a packed model; found {found}. "
+            "To pack one: python -m megakernel pack MODEL OUT --cores N"
+        )
     cores = cores_of_host(read_manifest(folder).cores, options.host, options.hosts)
     check: Check = "quick" if options.quick else "full"
     manifest, verified = check_container(folder, cores, check)

@@ -24,6 +24,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 from megakernel import memory
+from megakernel.backends import INSTALL_LIBTPU
 from megakernel.mesh import core_mesh, on_mesh, shapes
 from megakernel.plan import Plan
 from megakernel.schedule import Loop, read_schedule, read_vmem
@@ -92,7 +93,7 @@ def compile_for(plan: Plan, *, schedule: bool = False) -> AotReport:
     except TopologyError as error:
         raise AotError(str(error)) from error
     if importlib.util.find_spec("libtpu") is None:
-        raise AotError("the TPU compiler (libtpu) is not installed: pip install one-launch[tpu]")
+        raise AotError(f"the TPU compiler (libtpu) is not installed: {INSTALL_LIBTPU}")
     if not schedule:
         return AotReport(**_run_compiler(plan, dump=None))
     with tempfile.TemporaryDirectory(prefix="one-launch-") as folder:

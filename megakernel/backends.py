@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ _KINDS = {
 _CLOCK_ENTRIES = 512
 """Of a vector clock: one for the core, the others shared out among copies. Of two copies that share one, the later
 counts as after the earlier, so with few entries (JAX's default leaves one for all copies) most races go unseen."""
+INSTALL_LIBTPU = 'pip install "one-launch[tpu]"'
 NAMES = ("auto", "interpret", "simulate", "tpu", "reference")
 
 
@@ -52,24 +54,31 @@ def resolve_backend(name: str) -> Backend:
 
 
 def simulator(dma_execution_mode: str = "on_wait") -> pltpu.InterpretParams:
-    """Simulated TPU memories: races detected, fresh memory full of NaN, reads out of bounds raise.
+    """Simulated TPU memories: races told (`megakernel.races`), fresh memory full of NaN, reads out of bounds raise.
 
     Args:
       dma_execution_mode: "on_wait" (copies happen as late as allowed) or "eager" (as early as allowed).
     """
+    known = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
+    # JAX from 0.12 on would raise in the middle of a launch, and other cores would outlive it and spoil the next.
+    going_on: dict[str, Any] = {"on_race": "warn"} if "on_race" in known else {}
     return pltpu.InterpretParams(
         dma_execution_mode=dma_execution_mode,  # type: ignore[arg-type]
         detect_races=True,
         uninitialized_memory="nan",
         out_of_bounds_reads="raise",
         vector_clock_size=_CLOCK_ENTRIES,
+        **going_on,
     )
 
 
 def _attached_tpu() -> Target:
     device = jax.devices()[0]
     if device.platform != "tpu":
-        raise ValueError(f"backend 'tpu' needs a TPU; JAX's device here is {device.device_kind!r}: use 'interpret'")
+        here = f"JAX's device here is {device.device_kind!r}"
+        if importlib.util.find_spec("libtpu") is None:
+            here += f", and libtpu is not installed (on a machine with a TPU: {INSTALL_LIBTPU})"
+        raise ValueError(f"backend 'tpu' needs a TPU; {here}: use 'interpret'")
     if device.device_kind not in _KINDS:
         raise ValueError(f"TPU kind {device.device_kind!r} is not known; known: {', '.join(sorted(_KINDS))}")
     return TARGETS[_KINDS[device.device_kind]]

@@ -39,6 +39,7 @@ class Cost:
 
     Attributes:
       compiled: whether bundles are the compiler's; if not, they are estimated.
+      estimated: phases whose bundles are estimated all the same.
       seconds: of a step in the middle of a launch.
       spans, flights: what the core did in that step and the exchanges in it, times from its begin.
     """
@@ -51,6 +52,7 @@ class Cost:
     phases: tuple[PhaseCost, ...]
     spans: tuple[Span, ...]
     flights: tuple[Span, ...]
+    estimated: tuple[str, ...] = ()
 
     @property
     def hbm_bytes(self) -> float:

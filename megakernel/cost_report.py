@@ -16,10 +16,11 @@ from megakernel.other_kernel import (
     READINGS,
     check_rates,
 )
+from megakernel.phase_bundles import DRAFTING
 from megakernel.pipeline import KINDS
 from megakernel.plan import Plan
 from megakernel.rates import Rates
-from megakernel.report import plural, size
+from megakernel.report import duration, place, plural, size
 from megakernel.split import split_choices
 from megakernel.visits import expected_experts
 
@@ -34,43 +35,47 @@ def cost_text(cost: Cost) -> str:
 
 
 def compares(plan: Plan) -> bool:
-    """Whether figures of another kernel were published for this model on these cores."""
-    return (plan.config.name, plan.target.name, plan.split.cores) == ("kimi-k3", "v7x", CORES)
+    """Whether figures of another kernel were published for this model on these cores, decoded without drafts."""
+    return not plan.drafter and (plan.config.name, plan.target.name, plan.split.cores) == ("kimi-k3", "v7x", CORES)
 
 
-def comparison_text(plan_of: Callable[[int], Plan]) -> str:
+def comparison_text(plan_of: Callable[[int], Plan], known: Cost) -> str:
     """Predicted steps beside the other kernel's published ones.
 
     Args:
       plan_of: rows -> plan with that many sequences.
+      known: the prediction of one of these plans, kept as it is.
     """
     lines = [
-        "Steps of 1 to 8 rows, in ms (predicted with estimated bundles), beside the other kernel's, as published:",
-        f"  {'rows':<6}{'predicted':>10}{'HBM alone':>11}{'computing':>11}{'exchanges':>11}{'floor':>8}"
+        "Steps of 1 to 8 rows, in ms (predicted), beside the other kernel's, as published:",
+        f"  {'rows':<6}{'bundles':<11}{'predicted':>10}{'HBM alone':>11}{'computing':>11}{'exchanges':>11}{'floor':>8}"
         f"{'goal':>7}{'published':>11}{'its floor':>11}",
     ]
     for rows in ROWS:
-        cost = predict(plan_of(rows))
+        plan = plan_of(rows)
+        cost = known if plan == known.plan else predict(plan)
         goal = f"{GOAL_SECONDS[rows] * 1e3:.1f}" if rows in GOAL_SECONDS else ""
         own = "".join(f"{seconds * 1e3:>11.2f}" for seconds in cost.alone.values())
         lines.append(
-            f"  {rows:<6}{cost.seconds * 1e3:>10.2f}{own}{cost.floor_seconds * 1e3:>8.2f}{goal:>7}"
+            f"  {rows:<6}{_bundles(cost):<11}{cost.seconds * 1e3:>10.2f}{own}{cost.floor_seconds * 1e3:>8.2f}{goal:>7}"
             f"{PUBLISHED_SECONDS[rows] * 1e3:>11.2f}{PUBLISHED_FLOOR_SECONDS[rows] * 1e3:>11.2f}"
         )
     verification = dataclasses.replace(plan_of(1), tokens=_VERIFIED)
     verify = predict(dataclasses.replace(verification, one_hop=faster_in_one_hop(verification))).seconds
     lines.append(
-        f"  {_VERIFIED} rows of one sequence, a verification: {verify * 1e3:.2f} predicted without drafting, about "
-        f"{PUBLISHED_VERIFY_SECONDS * 1e3:.1f} published"
+        f"  {_VERIFIED} rows of one sequence, a verification: {verify * 1e3:.2f} predicted without drafting (bundles "
+        f"estimated), about {PUBLISHED_VERIFY_SECONDS * 1e3:.1f} published"
     )
     return "\n".join(lines)
 
 
 def _phases(cost: Cost) -> Iterator[str]:
-    kind = "compiled" if cost.compiled else "estimated"
+    plan = cost.plan
+    what = "A round, drafting included, of" if plan.drafter else "A step of"
+    but = f", but estimated: {', '.join(cost.estimated)}" if cost.estimated else ""
     yield (
-        f"A step of {plural(cost.plan.live_rows, 'row')} on one core at position {cost.position:,} "
-        f"(predicted; bundles {kind})"
+        f"{what} {plural(plan.live_rows, 'row')} on {place(plan)} at position {cost.position:,} "
+        f"(predicted; bundles {_bundles(cost)}{but})"
     )
     heads = ("from and to HBM", "bundles", "exchanges", "sent", "computing", "for HBM", "for others", "us in all")
     yield f"  {'':<18}" + "".join(f"{head:>{max(11, len(head) + 2)}}" for head in heads)
@@ -80,12 +85,18 @@ def _phases(cost: Cost) -> Iterator[str]:
         cells = [size(phase.hbm_bytes), f"{phase.bundles:,.0f}", f"{phase.exchanges:,}", size(phase.sent_bytes)]
         cells += [f"{us:,.1f}" for us in (*seconds, phase.total_seconds * 1e6)]
         yield f"  {phase.name:<18}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-    alone = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in cost.alone.items())
-    yield f"Predicted step: {cost.seconds * 1e3:.2f} ms; bound by {cost.bound} (ms if alone: {alone})"
+    alone = ", ".join(f"{name} {duration(seconds)}" for name, seconds in cost.alone.items() if seconds)
+    name, most = ("round", "if every draft is accepted") if plan.drafter else ("step", "")
+    yield f"Predicted {name}: {duration(cost.seconds)}; bound by {cost.bound} (if alone: {alone})"
     yield (
-        f"Floor: {size(cost.hbm_bytes)} at the peak of {cost.rates.peak_bytes_per_s / 1e9:,.0f} GB/s take "
-        f"{cost.floor_seconds * 1e3:.2f} ms"
+        f"Floor of a {name}: the {size(cost.hbm_bytes)} expected at the peak of "
+        f"{cost.rates.peak_bytes_per_s / 1e9:,.0f} GB/s take {duration(cost.floor_seconds)}, so "
+        f"{plan.live_rows / cost.floor_seconds:,.0f} tokens/s at most {most}".rstrip()
     )
+
+
+def _bundles(cost: Cost) -> str:
+    return "compiled" if cost.compiled else "estimated"
 
 
 def _divisions(plan: Plan) -> Iterator[str]:
@@ -116,7 +127,10 @@ def _assumptions(cost: Cost) -> Iterator[str]:
             f"{rates.off_chip_bytes_per_s / 1e9:.0f} GB/s to other chips, {rates.sibling_bytes_per_s / 1e9:.0f} to the "
             "core on the same chip"
         )
-    yield "  not counted: the latency of a copy from HBM, stalls inside a bundle, cores out of step"
+    uncounted = ["the latency of a copy from HBM", "stalls inside a bundle", "cores out of step"]
+    if cost.plan.drafter and DRAFTING not in (phase.name for phase in cost.phases):
+        uncounted.append(f"the search of drafter {cost.plan.drafter.name!r}")
+    yield f"  not counted: {', '.join(uncounted)}"
 
 
 def _check(rates: Rates) -> Iterator[str]:

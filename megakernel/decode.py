@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, overload
 
-from tqdm import tqdm
-
-from megakernel.backends import resolve_backend
-from megakernel.compile_cache import use_compile_cache
-from megakernel.distributed import agree
+from megakernel.call import checked_call
 from megakernel.drafting import Draft
-from megakernel.generate import STREAM_TOKENS, Settings, groups, run_group, run_reference
 from megakernel.loading import LoadedModel
-from megakernel.request import Prompt, make_jobs, make_stop
+from megakernel.request import Prompt, StopArgument
 from megakernel.result import Generation, Piece
 from model.sampling import SamplingParams
 
 BackendName = Literal["auto", "interpret", "simulate", "tpu", "reference"]
-StopArgument = str | int | Sequence[str | int] | None
 
 
 @overload
@@ -132,63 +125,26 @@ def decode(
       ValueError, TypeError: an argument, by name and value, and what was expected.
       megakernel.PlanError: the machine is too small for the request.
       megakernel.NumericsError: NaN or infinity; the message names the layer.
+      megakernel.RaceError: backend "simulate" found accesses to memory that nothing orders.
       megakernel.ContainerError: a packed model that is damaged, or packed for another number of cores.
       megakernel.HostsError: other hosts make another call, or none.
     """
-    jobs, single = make_jobs(model, prompts, max_new_tokens, sampling, seed)
-    where, use = make_stop(model, stop), resolve_backend(backend)
-    chosen = find_draft(model, draft)
-    if chosen and use.name == "reference":
-        raise ValueError(f"draft = {draft!r}: backend 'reference' decodes token by token; use draft='none'")
-    if chosen is None and draft_tokens is not None:
-        raise ValueError(f"draft_tokens = {draft_tokens} with draft='none'; choose a drafter")
-    if use.name == "reference" and cores != 1:
-        raise ValueError(f"cores = {cores}: backend 'reference' runs on one")
-    if use.name == "reference" and wire is not None:
-        raise ValueError(f"wire = {wire!r}: backend 'reference' has none; leave it out")
-    if use.name == "reference" and model.container is not None:
-        raise ValueError(f"{model.container.folder} is a container; backend 'reference' needs the checkpoint itself")
-    launch_tokens = STREAM_TOKENS if stream or where.strings else None
-    settings = Settings(where, logprobs, launch_tokens, chosen, draft_tokens, cores, wire, model.container is None)
-    asked = {
-        "model": model.config,
-        "prompts": [job.prompt for job in jobs],
-        "max_new_tokens": max_new_tokens,
-        "sampling": [job.sampling for job in jobs],
-        "seed": None if seed is None else [job.seed for job in jobs],
-        "stop": where,
-        "logprobs": logprobs,
-        "backend": use.name,
-        "draft": chosen and chosen.drafter,
-        "draft_tokens": draft_tokens,
-        "cores": cores,
-        "wire": wire,
-        "stream": stream,
-    }
-    seeds = agree(asked, [job.seed for job in jobs])
-    jobs = [dataclasses.replace(job, seed=seed) for job, seed in zip(jobs, seeds, strict=True)]
-    use_compile_cache()
-
-    def events() -> Iterator[Piece | Generation]:
-        if use.name == "reference":
-            yield from run_reference(model, jobs, settings)
-            return
-        split = list(groups(model, use, jobs, settings))
-        for plan, group in tqdm(split, desc="decode", unit="group", disable=None if len(split) > 1 else True):
-            yield from run_group(model, use, plan, group, settings)
-
+    call = checked_call(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop=stop,
+        logprobs=logprobs,
+        seed=seed,
+        backend=backend,
+        draft=draft,
+        draft_tokens=draft_tokens,
+        cores=cores,
+        wire=wire,
+        stream=stream,
+    )
     if stream:
-        return (event for event in events() if isinstance(event, Piece))
-    found = [event for event in events() if isinstance(event, Generation)]
-    return found[0] if single else found
-
-
-def find_draft(model: LoadedModel, draft: str | Path | Draft) -> Draft | None:
-    """What `draft` names, checked against the model; None for "none"."""
-    if isinstance(draft, Draft):
-        draft.drafter.check(model.config)
-        return draft
-    # Drafters are built on this package, so it must not import them until one is asked for.
-    from spec_decode import choose_drafter
-
-    return choose_drafter(draft, model)
+        return call.pieces()
+    found = call.generations()
+    return found[0] if call.single else found

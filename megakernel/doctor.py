@@ -6,21 +6,25 @@ import dataclasses
 import importlib.metadata
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 
 from megakernel import aot, backends
+from megakernel.call import find_draft
 from megakernel.compile_cache import use_compile_cache
 from megakernel.decode import BackendName, decode
 from megakernel.loading import SHIPPED, LoadedModel, load
 from megakernel.plan import make_plan
-from megakernel.report import size
+from megakernel.report import plural, size
 from megakernel.target import TARGETS
 from model.config import ModelConfig
 from model.weights import random_weights
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "numpy")
+_NAME = 16
+"""Width of a model's name."""
 _BACKENDS: tuple[BackendName, ...] = ("interpret", "simulate", "tpu", "reference")
 
 
@@ -33,6 +37,7 @@ def doctor(run: bool = True) -> Iterator[str]:
     yield from _versions()
     yield ""
     yield from _models()
+    yield from _drafters()
     if not run:
         return
     yield ""
@@ -58,7 +63,7 @@ def _versions() -> Iterator[str]:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            version = "not installed" + (": pip install one-launch[tpu]" if package == "libtpu" else "")
+            version = "not installed" + (f": {backends.INSTALL_LIBTPU}" if package == "libtpu" else "")
         yield f"{package:<13}{version}"
     yield f"{'devices':<13}{', '.join(f'{device.device_kind} {device.id}' for device in jax.devices())}"
     yield f"{'auto':<13}backend {backends.resolve_backend('auto').name!r}"
@@ -69,14 +74,29 @@ def _versions() -> Iterator[str]:
 
 def _models() -> Iterator[str]:
     yield f"shipped models, in {SHIPPED}:"
-    for folder in sorted(path for path in SHIPPED.iterdir() if path.is_dir()):
+    yield from _try_folders(SHIPPED, lambda folder: "with tokenizer" if load(folder).tokenizer else "without tokenizer")
+
+
+def _drafters() -> Iterator[str]:
+    from spec_decode.choose import SHIPPED as DRAFTERS  # built on this package, see `call.find_draft`
+
+    def fits(folder: Path) -> str:
+        model = load(SHIPPED / folder.name.removesuffix("-dspark"))
+        draft = find_draft(model, folder)
+        assert draft is not None
+        return f"drafts up to {plural(draft.drafter.max_drafts, 'token')} for {model.config.name}"
+
+    yield f"shipped drafters, in {DRAFTERS}:"
+    yield from _try_folders(DRAFTERS, fits)
+
+
+def _try_folders(parent: Path, describe: Callable[[Path], str]) -> Iterator[str]:
+    for folder in sorted(path for path in parent.iterdir() if path.is_dir()):
         try:
-            model = load(folder)
-            stored = sum(file.stat().st_size for file in folder.iterdir())
-            tokenizer = "with tokenizer" if model.tokenizer else "without tokenizer"
-            yield f"  {folder.name:<11}ok, {size(stored)}, {tokenizer}"
+            found = describe(folder)
+            yield f"  {folder.name:<{_NAME}}ok, {size(sum(file.stat().st_size for file in folder.iterdir()))}, {found}"
         except (ValueError, OSError) as error:
-            yield f"  {folder.name:<11}no: {_one_line(error)}"
+            yield f"  {folder.name:<{_NAME}}no: {_one_line(error)}"
 
 
 def _try_backend(name: BackendName) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megakernel.layers import Step
     from megakernel.memory import Buffer
     from megakernel.plan import Plan
+    from megakernel.step_model import StepModel
 
 
 class Drafter(Protocol):
@@ -91,6 +92,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def walk_proposal(self, model: StepModel) -> None:
+        """Walks what `propose` does on the model of time."""
+        ...
+
     def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
         """Fills one core's arrays of `weights(plan)`.
 
@@ -139,6 +144,9 @@ class Weightless:
 
     def begin(self, step: Step) -> None:
         """Needs no preparation."""
+
+    def walk_proposal(self, model: StepModel) -> None:
+        """Reads, multiplies and exchanges nothing; the little that it computes is not counted."""
 
     def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
         """Has nothing to pack."""

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 
+import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
@@ -17,9 +18,10 @@ from megakernel.loading import LoadedModel
 from megakernel.plan import Plan, make_plan
 from megakernel.prefill import reference_model, run_prompt
 from megakernel.program import power_of_two
+from megakernel.races import refuse_races
 from megakernel.request import Job, Stop
 from megakernel.result import FinishReason, Generation, NumericsError, Piece, Speculation, Timing
-from megakernel.session import Session, SlotRequest
+from megakernel.session import Session, SlotRequest, SlotResult
 from megakernel.text import TextStream
 from model.reference import jit_step
 from model.sampling import adjusted_logits, sample
@@ -110,7 +112,7 @@ def groups(
         size = min(len(left), MAX_ROWS)
         while True:
             try:
-                plan = plan_for(model, backend, left[:size], settings)
+                plan = _plan_for(model, backend, left[:size], settings)
                 break
             except PlanError:
                 if size == 1:
@@ -120,10 +122,9 @@ def groups(
         left = left[size:]
 
 
-def plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings: Settings | None = None) -> Plan:
+def _plan_for(model: LoadedModel, backend: Backend, jobs: Sequence[Job], settings: Settings) -> Plan:
     """A plan for these jobs; sizes are rounded up to powers of two, so that few plans are ever compiled."""
     context = max(len(job.prompt) + job.max_new_tokens for job in jobs)
-    settings = settings or Settings(Stop((), ()), with_logprobs=False, launch_tokens=None)
     read = [1 if _is_prefilled(job, settings) else len(job.prompt) for job in jobs]
     steps = max(length + job.max_new_tokens for length, job in zip(read, jobs, strict=True))
     limit = model.config.max_position_embeddings
@@ -159,7 +160,7 @@ def run_group(
             for progress, request in zip(running, nexts, strict=True)
         ]
         pieces: dict[int, Piece] = {}
-        for slot, result in enumerate(session.launch(requests)[: len(jobs)]):
+        for slot, result in enumerate(_launch(session, requests)[: len(jobs)]):
             request = requests[slot]
             if result is None or request is None:
                 continue
@@ -180,6 +181,15 @@ def run_group(
         generation = _generation(session, slot, running, settings)
         _warn_if_it_does_not_pay(generation.speculation)
         yield generation
+
+
+def _launch(session: Session, requests: Sequence[SlotRequest | None]) -> list[SlotResult | None]:
+    if session.backend.name != "simulate":
+        return session.launch(requests)
+    with refuse_races():
+        results = session.launch(requests)
+        jax.block_until_ready(session.caches)
+    return results
 
 
 def _generation(session: Session, slot: int, running: Sequence[Progress], settings: Settings) -> Generation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megakernel.program import LANES
+from megakernel.report import place
 from megakernel.target import MIB, Target
 from model.config import ModelConfig
 
@@ -77,17 +78,20 @@ def _check_lanes(config: ModelConfig, target: Target) -> None:
 
 
 def check_memory(plan: Plan) -> None:
-    for memory, used, limit, knob in (
-        ("VMEM", plan.vmem_map, int(plan.target.vmem_bytes * VMEM_SHARE), "ring_depth, expert_slots or sequences"),
-        ("SMEM", plan.smem_map, plan.target.smem_bytes // 2, "launch_steps or sequences"),
-        ("HBM", plan.hbm_map, plan.target.hbm_bytes, "context or sequences, or use more cores"),
+    for memory, used, limit, knobs in (
+        ("VMEM", plan.vmem_map, int(plan.target.vmem_bytes * VMEM_SHARE), ("ring_depth", "expert_slots", "sequences")),
+        ("SMEM", plan.smem_map, plan.target.smem_bytes // 2, ("launch_steps", "sequences")),
+        ("HBM", plan.hbm_map, plan.target.hbm_bytes, ("context", "sequences")),
     ):
         total = sum(used.values())
         if total > limit:
             largest = max(used, key=lambda name: used[name])
+            lower = " or ".join(f"{knob} = {getattr(plan, knob)}" for knob in knobs if getattr(plan, knob) > 1)
+            more_cores = f", or use more cores than {plan.split.cores}" if memory != "SMEM" else ""
             raise PlanError(
-                f"{plan.config.name} on one core of {plan.target.name} needs {total / MIB:,.1f} MiB of {memory}, "
-                f"{limit / MIB:,.1f} MiB may be used (largest: {largest}, {used[largest] / MIB:,.1f} MiB); lower {knob}"
+                f"{plan.config.name} on {place(plan)} needs {total / MIB:,.1f} MiB of {memory}, "
+                f"{limit / MIB:,.1f} MiB may be used (largest: {largest}, {used[largest] / MIB:,.1f} MiB); "
+                f"lower {lower}{more_cores}"
             )
 
 

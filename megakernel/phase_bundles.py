@@ -9,9 +9,12 @@ from megakernel.schedule_names import SUBLAYERS
 if TYPE_CHECKING:
     from megakernel.schedule import Loop
 
-PHASES = ("between sublayers", *SUBLAYERS, "experts", "LM head", "sampling", "ends of a step")
+DRAFTING = "drafting"
+PHASES = ("between sublayers", *SUBLAYERS, "experts", "LM head", "sampling", "ends of a step", DRAFTING)
 """`between sublayers`: everything of a layer outside them; `MoE`: without the routed experts themselves; `ends of a
-step`: embedding and acceptance."""
+step`: embedding and acceptance; `drafting`: a drafter's proposal."""
+BESIDE_DRAFTING = ("sampling", "ends of a step")
+"""Phases whose compiled loops cannot be told from a drafter's."""
 
 
 def phase_bundles(program: Loop) -> dict[str, float]:

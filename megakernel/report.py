@@ -52,13 +52,6 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:,.2f} us"
 
 
-def floor_seconds(plan: Plan) -> float | None:
-    """Predicted lower bound of a step: its bytes over the memory's peak bandwidth; None where that means nothing."""
-    if plan.target.hbm_bytes_per_s is None:
-        return None
-    return sum(plan.step_bytes.values()) / plan.target.hbm_bytes_per_s
-
-
 def _heading(plan: Plan) -> Iterator[str]:
     config, number = plan.config, {"float32": "f32", "bfloat16": "bf16"}
     kinds = f"{len(config.kda_layers)} KDA + {len(config.mla_layers)} MLA"
@@ -158,17 +151,8 @@ def _step(plan: Plan) -> Iterator[str]:
         f"Weights of a step of one row on the busiest core, expected: {size(busiest)}, {busiest / even:.3f} times the "
         f"{size(even)} of an even division without padding"
     )
-    floor = floor_seconds(plan)
-    if floor is None:
-        yield f"No floor of time: {plan.target.name} has no memory bandwidth that means anything to a plan."
-        return
-    assert plan.target.hbm_bytes_per_s is not None
-    yield (
-        f"Floor of a step (predicted: bytes / {plan.target.hbm_bytes_per_s / 1e9:,.0f} GB/s): {duration(floor)}, "
-        f"so at most {plan.live_rows / floor:,.0f} tokens/s" + (" if every draft is accepted." if plan.drafter else ".")
-    )
-    exchanges = ", exchanges between cores" if plan.split.cores > 1 else ""
-    yield f"Computing, latencies{exchanges} and whatever does not overlap come on top; no TPU was measured."
+    if plan.target.hbm_bytes_per_s is None:
+        yield f"No predicted time: {plan.target.name} has no memory bandwidth that means anything to a plan."
 
 
 def _bars(used: Mapping[str, int]) -> Iterator[str]:

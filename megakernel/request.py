@@ -14,6 +14,7 @@ from megakernel.memory import MAX_STOP_TOKENS
 from model.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
+StopArgument = str | int | Sequence[str | int] | None
 T = TypeVar("T")
 
 
@@ -62,7 +63,7 @@ def make_jobs(
     ], single
 
 
-def make_stop(model: LoadedModel, stop: str | int | Sequence[str | int] | None) -> Stop:
+def make_stop(model: LoadedModel, stop: StopArgument) -> Stop:
     """End-of-sequence tokens of the model, and the caller's tokens and strings."""
     single = isinstance(stop, str) or _is_int(stop)
     entries: list[Any] = [stop] if single else []

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import against_plain
+import against_reference
 import jax
 import launching
 import pytest
@@ -32,7 +34,7 @@ def free_compiled_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     compiled launch takes more than a thousand, and who runs out ends with a segmentation fault."""
     yield
     if _mapped_pieces() > MOST_MAPPED:
-        for module in (request.module, launching):
+        for module in (request.module, launching, against_plain, against_reference):
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import io
-import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from megakernel import LoadedModel, SamplingParams, make_plan
 from megakernel.backends import Backend, simulator
@@ -100,8 +95,7 @@ def open_session(
         keep_logits=True,
         **knobs,
     )
-    simulated = many_core_simulator if plan.split.cores > 1 else simulator
-    backend = Backend(f"simulate {simulate}", machine, simulated(simulate)) if simulate else interpreted(machine.name)
+    backend = Backend(f"simulate {simulate}", machine, simulator(simulate)) if simulate else interpreted(machine.name)
     return Session(model, plan, backend, stop)
 
 
@@ -163,51 +157,6 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def pallas_calls(jaxpr: Any) -> list[Any]:
     return [equation for equation in equations(jaxpr) if equation.primitive.name == "pallas_call"]
-
-
-@dataclasses.dataclass
-class Races:
-    """Messages of the race detector."""
-
-    messages: list[str] = dataclasses.field(default_factory=list)
-
-
-@contextlib.contextmanager
-def watch_races() -> Iterator[Races]:
-    """Collects the races that the simulator reports, and leaves it ready for the next launch.
-
-    JAX up to 0.11 prints them and goes on; later releases raise or log the same words.
-    """
-    races, printed = Races(), io.StringIO()
-    logged, loggers = logging.StreamHandler(printed), (logging.getLogger(), logging.getLogger("jax"))
-    try:
-        for logger in loggers:
-            logger.addHandler(logged)
-        with contextlib.redirect_stdout(printed):
-            yield races
-    except Exception as error:
-        if "RACE DETECTED" not in str(error):
-            raise
-        races.messages += _races_in(str(error))
-    finally:
-        for logger in loggers:
-            logger.removeHandler(logged)
-        races.messages += _races_in(printed.getvalue())
-        pltpu.reset_tpu_interpret_mode_state()
-
-
-def many_core_simulator(dma_execution_mode: str) -> pltpu.InterpretParams:
-    """`simulator`, going on after a race.
-
-    Where JAX raises instead (from 0.12 on), the other cores outlive the launch and spoil the next.
-    """
-    parameters = simulator(dma_execution_mode)
-    known = {field.name for field in dataclasses.fields(parameters)}
-    return dataclasses.replace(parameters, on_race="warn") if "on_race" in known else parameters
-
-
-def _races_in(text: str) -> list[str]:
-    return re.findall(r"RACE DETECTED\n.*", text)
 
 
 def relative_error(ours: Any, expected: Any) -> float:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from launching import many_core_simulator
 
 from megakernel.backends import Backend, simulator
 from megakernel.drafting import Weightless
@@ -108,8 +107,7 @@ def open_session(
     sizes = {"context": 128, "launch_steps": 128, "keep_logits": True} | knobs
     plan = make_plan(model.config, machine, sequences=sequences, drafter=drafter, draft_tokens=drafts, **sizes)
     name = f"{machine.name} {simulate or 'interpret'}"
-    simulated = many_core_simulator if plan.split.cores > 1 else simulator
-    backend = Backend(name, machine, simulated(simulate) if simulate else True)
+    backend = Backend(name, machine, simulator(simulate) if simulate else True)
     return Session(model, plan, backend, stop, draft_weights)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -57,6 +59,12 @@ def run_module(*arguments: str, cwd: Path, **kwargs) -> subprocess.CompletedProc
         (["generate", ""], "prompt 0 is empty"),
         (["generate", PROMPT, "--draft", "nobody"], "draft = 'nobody': no drafter for k3-nano"),
         (["generate", PROMPT, "--draft-tokens", "3"], "draft_tokens = 3 with draft='none'"),
+        (["generate", PROMPT, "--draft", "ngram", "--draft-tokens", "16"], "draft_tokens = 16; drafter 'ngram'"),
+        (["generate", PROMPT, "--draft", "ngram", "--backend", "reference"], "backend 'reference' decodes token by"),
+        (["generate", PROMPT, "--cores", "-1"], "cores = -1; expected a positive integer"),
+        (["generate", PROMPT, "--cores", "16"], "cores = 16, and JAX sees 8 devices"),
+        (["generate", PROMPT, "--cores", "2", "--backend", "reference"], "cores = 2: backend 'reference' runs on one"),
+        (["generate", PROMPT, "--wire", "int8"], "wire = 'int8': with cores = 1 nothing travels"),
         (["plan", "k3-nano", "--draft", "ngram", "--sequences", "8", "--draft-tokens", "3"], "need 32 rows"),
         (["plan", "nobody"], "'nobody' is neither a folder nor a known model"),
         (["plan", "k3-nano", "--target", "v9"], "target 'v9' is not known"),
@@ -77,8 +85,8 @@ def test_errors_are_one_line_and_exit_code_2(arguments, words, capsys):
         code = stop.code
     captured = capsys.readouterr()
     assert code == 2
-    lines = [line for line in captured.err.splitlines() if not line.startswith("k3-nano, backend")]
-    assert len(lines) == 1, captured.err
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, "announced before it was refused"
     assert lines[0].startswith("one-launch: ")
     assert words in lines[0]
 
@@ -159,7 +167,9 @@ def test_plan_shows_a_drafter(capsys):
     assert main(["plan", "k3-nano", "--draft", "dspark", "--draft-tokens", "5"]) == 0
     text = capsys.readouterr().out
     assert "drafter  dspark: 5 tokens drafted and verified a round, 6 rows" in text
-    assert "tokens/s if every draft is accepted" in text
+    assert "A round, drafting included, of 6 rows on one core of v7x" in text
+    assert re.search(r"\n  drafting  .*\nPredicted round: [\d.]+ us; bound by ", text)
+    assert "tokens/s at most if every draft is accepted" in text
 
 
 def test_plan_takes_folders_and_shipped_models(tmp_path):
@@ -176,7 +186,7 @@ def test_plan_compiles_for_a_tpu_that_is_not_there(capsys):
     assert main(["plan", "k3-mini", "--target", "v7x", "--compile"]) == 0
     text = capsys.readouterr().out
     assert "Compiled for 1 core of tpu7x:1x1x1 by the TPU compiler" in text
-    assert "(predicted; bundles compiled)" in text
+    assert "(predicted; bundles compiled" in text
     assert re.search(r"\n +round +[\d,]+", text)
     assert re.search(r"\n +MoE +[\d,]+", text)
 
@@ -253,6 +263,7 @@ def test_quick_doctor_reports_versions_and_models(capsys):
     for package in ("python", "jax", "jaxlib", "libtpu"):
         assert re.search(rf"^{package} +\S+", text, re.MULTILINE)
     assert re.search(r"^  k3-nano +ok, [\d.]+ MiB, with tokenizer$", text, re.MULTILINE)
+    assert re.search(r"^  k3-nano-dspark +ok, [\d.]+ MiB, drafts up to 8 tokens for k3-nano$", text, re.MULTILINE)
     assert "interpret" not in text.split("shipped models")[1]
 
 
@@ -261,9 +272,45 @@ def test_doctor_reports_a_broken_model_and_goes_on(tmp_path, monkeypatch):
     shutil.copytree(SHIPPED / "k3-nano", tmp_path / "whole")
     monkeypatch.setattr("megakernel.doctor.SHIPPED", tmp_path)
     lines = [line.split(maxsplit=1) for line in doctor(run=False) if line.startswith("  ")]
-    assert [name for name, _ in lines] == ["broken", "whole"]
+    assert [name for name, _ in lines] == ["broken", "whole", "k3-nano-dspark"]
     assert lines[0][1].startswith("no: ")
     assert lines[1][1].startswith("ok, ")
+    assert lines[2][1].startswith("no: "), "its model is not there"
+
+
+def test_without_libtpu_it_is_said_how_to_install_it(monkeypatch, capsys):
+    find_spec, version = importlib.util.find_spec, importlib.metadata.version
+
+    def no_version(name):
+        if name == "libtpu":
+            raise importlib.metadata.PackageNotFoundError
+        return version(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find_spec(name))
+    monkeypatch.setattr(importlib.metadata, "version", no_version)
+    hint = 'pip install "one-launch[tpu]"'
+    assert main(["generate", PROMPT, "--backend", "tpu"]) == 2
+    assert hint in capsys.readouterr().err
+    assert main(["plan", "k3-mini", "--compile"]) == 2
+    assert hint in capsys.readouterr().err
+    assert main(["doctor", "--quick"]) == 0
+    assert f"libtpu       not installed: {hint}\n" in capsys.readouterr().out
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "one-launch"
+    assert "tpu" in project["optional-dependencies"]
+
+
+@pytest.mark.parametrize("found", ["nothing", "a file", "a folder without container.json"])
+def test_check_of_what_is_no_container_says_what_is_there(found, tmp_path, capsys):
+    path = tmp_path / "NOPE"
+    if found == "a file":
+        path.touch()
+    if found.startswith("a folder"):
+        path.mkdir()
+    assert main(["check", str(path)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"one-launch: {path}: expected a packed model; found {found}. To pack one: ")
+    assert "Error" not in message
 
 
 @pytest.mark.slow

@@ -20,11 +20,13 @@ from exchanging import Script, exchange_scratch, expected, run
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from launching import many_core_simulator, relative_error, watch_races
+from launching import relative_error
 
+from megakernel.backends import simulator
 from megakernel.collectives import Exchange
 from megakernel.control import when
 from megakernel.messages import EIGHT_BITS
+from megakernel.races import watch_races
 from megakernel.wire import join3, scaled, split3, unscaled
 
 SCRIPTS = {
@@ -58,7 +60,7 @@ def test_plainly_interpreted(name: str, wire: str) -> None:
 def test_simulated_without_races(name: str, mode: str) -> None:
     script = dataclasses.replace(SCRIPTS[name], wire="bfloat16", rounds=2)
     with watch_races() as races:
-        found = run(script, many_core_simulator(mode))
+        found = run(script, simulator(mode))
     assert races.messages == []
     check(found, script)
 
@@ -67,7 +69,7 @@ def test_simulated_without_races(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 def test_eight_cores_simulated_without_races(mode: str) -> None:
     with watch_races() as races:
-        found = run(SCRIPTS["eight cores"], many_core_simulator(mode))
+        found = run(SCRIPTS["eight cores"], simulator(mode))
     assert races.messages == []
     check(found, SCRIPTS["eight cores"])
 
@@ -138,7 +140,7 @@ def symptoms(fault: Fault, mode: str) -> set[str]:
     script = dataclasses.replace(FOUR, wire="bfloat16")
     with pytest.MonkeyPatch.context() as patch, watch_races() as races:
         fault(patch)
-        found = run(script, many_core_simulator(mode))
+        found = run(script, simulator(mode))
     same = all(np.array_equal(found[name], value) for name, value in expected(script).items())
     return ({"race"} if races.messages else set()) | (set() if same else {"values"})
 
@@ -234,7 +236,7 @@ def test_error_of_a_wire(wire: str, error: float) -> None:
 def test_gather_over_eight_bits(wire: str, interpret: Any) -> None:
     script = Script(4, columns=120, width=32, narrow=0, narrow_total=0, lanes=256, wire=wire)
     with watch_races() as races:
-        found = run(script, many_core_simulator(interpret) if interpret == "on_wait" else interpret)["state"]
+        found = run(script, simulator(interpret) if interpret == "on_wait" else interpret)["state"]
     assert races.messages == []
     mine = np.hstack(list(script.start()[:, :, : script.width]))[:, : script.columns]
     assert all(np.array_equal(found[0], other) for other in found)

@@ -22,9 +22,9 @@ from megakernel import ContainerError, LoadedModel, Plan, SamplingParams, decode
 from megakernel import container_write as writing
 from megakernel import stages as staging
 from megakernel.__main__ import main
+from megakernel.call import find_draft
 from megakernel.container import check_container, open_container
 from megakernel.container_write import write_container
-from megakernel.decode import find_draft
 from megakernel.memory import weight_buffers
 from megakernel.pack import pack, pack_drafter
 from megakernel.program import relative

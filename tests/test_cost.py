@@ -14,7 +14,7 @@ from megakernel.cost import Cost, predict
 from megakernel.cost_report import compares, comparison_text, cost_text
 from megakernel.messages import WIRE_BYTES, gather_lanes, totals_inbox
 from megakernel.other_kernel import GOAL_SECONDS, PUBLISHED_SECONDS, READINGS, check_rates, other_kernel_seconds
-from megakernel.phase_bundles import PHASES
+from megakernel.phase_bundles import DRAFTING, PHASES
 from megakernel.pipeline import KINDS
 from megakernel.plan import BYTES, Plan
 from megakernel.rates import rates_of
@@ -126,10 +126,13 @@ def test_a_schedule_replaces_the_estimates_phase_by_phase() -> None:
     assert found["LM head"] == pytest.approx(140)
     assert found["ends of a step"] == pytest.approx(300)
     assert cost.seconds < k3_cost().seconds
+    assert cost.estimated == ("MLA", "dense", "sampling")
+    assert "(predicted; bundles compiled, but estimated: MLA, dense, sampling)" in cost_text(cost)
+    assert k3_cost().estimated == ()
 
 
 def test_phases_are_known_by_name() -> None:
-    assert {phase.name for phase in k3_cost().phases} == set(PHASES)
+    assert {phase.name for phase in k3_cost().phases} == set(PHASES) - {DRAFTING}
 
 
 def test_the_other_kernel_comes_out_within_what_the_text_says() -> None:
@@ -155,9 +158,10 @@ def test_the_readings_of_the_other_kernel_are_ordered_by_what_overlaps() -> None
 def test_the_text_says_of_which_kind_its_figures_are() -> None:
     text = cost_text(k3_cost())
     assert "(predicted; bundles estimated)" in text
-    assert f"Predicted step: {k3_cost().seconds * 1e3:.2f} ms; bound by " in text
+    assert f"Predicted step: {k3_cost().seconds * 1e3:.2f} ms; bound by exchanges (if alone: HBM 1." in text
     assert "1 row 3.99 against 4.02 ms (-1%)" in text
     assert "at least. No TPU was used." in text
+    assert text.count("Floor") == 1
     assert "measured" not in text.replace("published measurements of others", "").replace("(Kimi K3, 16 chips", "")
     for phase in k3_cost().phases:
         assert f"\n  {phase.name} " in text
@@ -168,17 +172,34 @@ def test_the_text_says_of_which_kind_its_figures_are() -> None:
 def test_the_table_has_a_line_for_every_published_number_of_rows() -> None:
     assert compares(k3())
     assert not compares(plans()[2])
-    lines = comparison_text(k3).splitlines()
-    assert [line.split()[0] for line in lines[2:6]] == ["1", "2", "4", "8"]
-    assert lines[2].split()[1] == f"{k3_cost().seconds * 1e3:.2f}"
+    lines = comparison_text(k3, k3_cost()).splitlines()
+    assert [line.split()[:2] for line in lines[2:6]] == [[rows, "estimated"] for rows in "1248"]
+    assert lines[2].split()[2] == f"{k3_cost().seconds * 1e3:.2f}"
     assert lines[5].split()[-2:] == ["9.25", "2.58"]
+
+
+def test_the_row_that_was_compiled_keeps_its_prediction_and_says_so() -> None:
+    compiled = dataclasses.replace(k3_cost(2), compiled=True, seconds=0.001234)
+    lines = comparison_text(k3, compiled).splitlines()
+    assert [line.split()[1] for line in lines[2:6]] == ["estimated", "compiled", "estimated", "estimated"]
+    assert lines[3].split()[2] == "1.23"
+
+
+def test_times_of_small_models_are_in_microseconds() -> None:
+    cost = predict(make_plan(ModelConfig.preset("k3-nano"), V7X))
+    assert cost.floor_seconds == pytest.approx(cost.hbm_bytes / 3700e9)
+    text = cost_text(cost)
+    assert f"Predicted step: {cost.seconds * 1e6:.2f} us; bound by " in text
+    assert f"take {cost.floor_seconds * 1e6:.2f} us, so {1 / cost.floor_seconds:,.0f} tokens/s at most\n" in text
+    assert "0.00" not in text
 
 
 def test_the_command_line_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "kimi-k3", "--target", "tpu7x:4x4x1", "--rows", "2"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("kimi-k3 on one of 32 cores of v7x\n")
-    assert "A step of 2 rows on one core at position 2,048 (predicted" in text
+    assert "A step of 2 rows on one of 32 cores of v7x at position 2,048 (predicted" in text
+    assert text.count("Floor") == 1
     assert "Steps of 1 to 8 rows" in text
     assert main(["plan", "k3-nano", "--target", "tpu7x:2x2x1", "--cores", "4"]) == 0
     text = capsys.readouterr().out

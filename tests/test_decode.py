@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megakernel import LoadedModel, NumericsError, SamplingParams, decode, load
+from megakernel import LoadedModel, NumericsError, PlanError, SamplingParams, decode, load
 from megakernel.request import make_jobs, make_stop
 from megakernel.text import TextStream
 from model.config import ModelConfig
@@ -209,6 +209,11 @@ def test_sampling_values_out_of_range_are_named(values: dict[str, Any]) -> None:
     ((name, value),) = values.items()
     with pytest.raises(ValueError, match=re.escape(f"{name} = {value}")):
         SamplingParams(**values)
+
+
+def test_a_stream_is_refused_before_its_first_piece_is_asked_for(mini: LoadedModel) -> None:
+    with pytest.raises(PlanError, match="cores = 16, and JAX sees 8 devices"):
+        decode(mini, [1, 2], cores=16, stream=True)
 
 
 def test_too_many_stop_tokens_count_the_models_own(mini: LoadedModel) -> None:

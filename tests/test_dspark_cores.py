@@ -11,16 +11,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from launching import needs_nano, random_model, watch_races
+from against_plain import MINI_DRAFTER, drafter_weights
+from launching import needs_nano, random_model
 from speculating import Ask, open_session, run
 from test_dspark_kernel import Logged
 from test_pack import unpacked
-from test_speculation import MINI_DRAFTER, drafter_weights
 
 from megakernel import PlanError, find_target, load, make_plan
 from megakernel.aot import compile_for
 from megakernel.loading import LoadedModel
 from megakernel.pack import pack
+from megakernel.races import watch_races
 from megakernel.session import Session, SlotResult
 from megakernel.split import Split
 from model.config import ModelConfig

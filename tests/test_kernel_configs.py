@@ -1,7 +1,7 @@
 """The kernel against the reference on models that differ from the shipped ones in every field that changes a phase.
 
 Each model changes several fields at once, and each value of a field occurs in at least one of them; sizes are odd on
-purpose. Same bound as `test_kernel_reference`, there derived: 2e-5 covers every gain that occurs here.
+purpose. Same bound as `against_reference`, there derived: 2e-5 covers every gain that occurs here.
 """
 
 from __future__ import annotations

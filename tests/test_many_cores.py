@@ -9,12 +9,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launching import Ask, Ran, anew, launch_once, open_session, random_model, relative_error, watch_races
+from launching import Ask, Ran, anew, launch_once, open_session, random_model, relative_error
 
 from megakernel import LoadedModel, NumericsError, PlanError, SamplingParams, decode, find_target, make_plan, totals
 from megakernel.collectives import Exchange
 from megakernel.loading import SHIPPED, load
 from megakernel.mesh import core_mesh
+from megakernel.races import watch_races
 from megakernel.session import Session
 from model.reference import forward, load_model
 from spec_decode.ngram import NGramDrafter

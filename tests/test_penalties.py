@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from against_plain import MINI_DRAFTER, RIGHT, drafter_weights, mini
 from speculating import Ask, Scripted, kept_logits, open_session, run
-from test_speculation import MINI_DRAFTER, RIGHT, drafter_weights, mini
 
 from megakernel import Generation, SamplingParams, decode
 from megakernel.loading import LoadedModel

@@ -239,7 +239,7 @@ TIGHT = dataclasses.replace(find_target("v7x"), hbm_bytes=8 << 20)
         ({"launch_steps": 1 << 28}, r"launch_steps = 268435456 of 37 blocks overflow .* lower launch_steps"),
         (
             {"launch_steps": 1 << 22},
-            r"needs [\d,.]+ MiB of SMEM, 2.0 MiB may be used .*; lower launch_steps or sequences",
+            r"needs [\d,.]+ MiB of SMEM, 2.0 MiB may be used .*; lower launch_steps = 4194304$",
         ),
         ({"block": (128, 100)}, r"block = 128x100; rows and lanes must be positive multiples of 128"),
         ({"block": (144, 128)}, r"block = 144x128; rows and lanes must be positive multiples of 128"),
@@ -250,11 +250,16 @@ TIGHT = dataclasses.replace(find_target("v7x"), hbm_bytes=8 << 20)
         (
             {"target": SMALL, "ring_depth": 40},
             r"k3-mini on one core of v7x needs [\d,.]+ MiB of VMEM, 1.8 MiB may be used \(largest: ring, 4.6 MiB\); "
-            r"lower ring_depth, expert_slots or sequences",
+            r"lower ring_depth = 37 or expert_slots = 2, or use more cores than 1",
+        ),
+        (
+            {"target": SMALL, "ring_depth": 40, "cores": 2},
+            r"k3-mini on one of 2 cores of v7x needs [\d,.]+ MiB of VMEM, .*, or use more cores than 2",
         ),
         (
             {"target": TIGHT, "sequences": 16},
-            r"needs [\d,.]+ MiB of HBM, 8.0 MiB may be used \(largest: \w+, [\d,.]+ MiB\); lower context or sequences",
+            r"needs [\d,.]+ MiB of HBM, 8.0 MiB may be used \(largest: \w+, [\d,.]+ MiB\); "
+            r"lower context = 512 or sequences = 16, or use more cores than 1",
         ),
     ],
 )

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launching import watch_races
+from against_plain import MINI_DRAFTER, drafter_weights, mini
 from speculating import Ask, open_session, run
-from test_speculation import MINI_DRAFTER, drafter_weights, mini
 
 from megakernel import make_plan, stream
 from megakernel.aot import compile_for
 from megakernel.loading import LoadedModel
+from megakernel.races import watch_races
 from megakernel.session import Session
 from megakernel.target import find_target
 from model.config import ModelConfig

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from launching import Ask, anew, launch_once, needs_nano, open_session, random_model, watch_races
+from launching import Ask, anew, launch_once, needs_nano, open_session, random_model
 from test_many_cores import ASK, MODELS, check_equal_bits, one_run
 
 from benchmarks.wire import END_OF_TEXT, EXCERPT, difference, read
@@ -19,6 +19,7 @@ from megakernel import NumericsError, PlanError, decode, find_target, load, make
 from megakernel.cost import predict
 from megakernel.messages import EIGHT_BITS, WIRE_BYTES, total_seconds, total_widths
 from megakernel.program import LANES, round_up
+from megakernel.races import watch_races
 from megakernel.rates import rates_of
 from megakernel.session import Session
 from megakernel.wire import scaled, side_by_side, unscaled

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from launching import Ask, anew, random_model, run, watch_races
+from launching import Ask, anew, random_model, run
 
 from megakernel import NumericsError, Plan, find_target, make_plan
 from megakernel.backends import simulator
@@ -24,6 +24,7 @@ from megakernel.phases.experts import expert_hidden, expert_output, run_experts
 from megakernel.phases.route import start_experts
 from megakernel.phases.sums import addend
 from megakernel.phases.visits import Visits
+from megakernel.races import watch_races
 from megakernel.stream import Experts
 from megakernel.visits import expected_experts, expected_visits
 from model.config import ModelConfig

@@ -19,12 +19,14 @@ from megakernel.memory import DRAFTS, Buffer, head_output
 from megakernel.plan import Plan
 from megakernel.program import LANES, Matrix, round_up
 from megakernel.split import Split
+from megakernel.step_model import StepModel
 from megakernel.stream import bring
 from megakernel.target import Target
 from model.config import ModelConfig
 from spec_decode.dspark import block, context, markov
 from spec_decode.dspark.config import DSparkConfig
 from spec_decode.dspark.share import Share, matrices
+from spec_decode.dspark.walk import walk_proposal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +162,9 @@ class DSparkDrafter:
         markov.draft_left_to_right(self.config, step)
         for sequence in range(step.plan.sequences):
             step.refs.current[DRAFTS, sequence] = jnp.int32(step.plan.tokens - 1)
+
+    def walk_proposal(self, model: StepModel) -> None:
+        walk_proposal(Share(self.config, model.plan.split), model)
 
     def pack(self, plan: Plan, weights: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], core: int) -> None:
         own = self.config
