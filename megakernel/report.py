@@ -45,9 +45,9 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 0.0000021 -> 2.1 us."""
+    """Seconds for people: 0.0000021 -> 2.10 us."""
     for factor, unit in ((1, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
+        if seconds * factor >= 0.1:
             return f"{seconds * factor:,.2f} {unit}"
     return f"{seconds * 1e6:,.2f} us"
 

@@ -261,7 +261,7 @@ def test_target_without_a_compiler_is_refused():
 
 def test_missing_libtpu_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(AotError, match=r"pip install one-launch\[tpu\]"):
+    with pytest.raises(AotError, match=r'pip install "one-launch\[tpu\]"'):
         compile_for(make_plan(ModelConfig.preset("k3-mini"), find_target("v7x")))
 
 
