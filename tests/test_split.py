@@ -35,13 +35,14 @@ def test_pieces_cover_every_vector_once(cores: int) -> None:
 
 @pytest.mark.parametrize("cores", CORES[1:])
 def test_pieces_can_be_sliced(cores: int) -> None:
-    """Gathered pieces are whole tiles or a power of two below one; summed ones whole tiles."""
+    """Gathered pieces are eights or a power of two below; summed ones whole tiles."""
     split = Split(MINI, cores)
     for width in WIDTHS:
-        piece, summed = split.piece(width), split.sum_piece(width)
-        assert piece % LANES == 0 or (piece < LANES and piece & (piece - 1) == 0)
+        piece, summed, share = split.piece(width), split.sum_piece(width), -(-width // cores)
+        assert piece % 8 == 0 or piece in (1, 2, 4)
+        assert split.narrow_lanes(piece) == piece
         assert summed % LANES == 0
-        assert piece < 2 * -(-width // cores) or piece < -(-width // cores) + LANES
+        assert share <= piece < min(2 * share, share + 8)
 
 
 @pytest.mark.parametrize("config", [MINI, NANO, K3], ids=lambda config: config.name)
