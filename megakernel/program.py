@@ -147,13 +147,12 @@ def dense_matrices(split: Split) -> tuple[Matrix, ...]:
 def moe_matrices(split: Split) -> tuple[Matrix, ...]:
     config, moe = split.config, "block_sparse_moe"
     hidden, latent = config.hidden_size, config.routed_expert_hidden_size
-    router = split.piece(config.num_experts)
-    choice = Column("router", router, f"{moe}.gate.weight", lanes=split.narrow_lanes(router))
-    matrices = [Matrix("router", hidden, (choice,))]
+    narrow = [(config.num_experts, "router", "gate")]
     if config.latent_experts:
-        piece, tensor = split.piece(latent), f"{moe}.routed_expert_down_proj.weight"
-        down = Column("latent", piece, tensor, lanes=split.narrow_lanes(piece))
-        matrices.append(Matrix("latent", hidden, (down,)))
+        narrow.insert(0, (latent, "latent", "routed_expert_down_proj"))
+    pieces = ((name, split.piece(width), f"{moe}.{tensor}.weight") for width, name, tensor in narrow)
+    columns = tuple(Column(*piece, lanes=split.narrow_lanes(piece[1])) for piece in pieces)
+    matrices = [Matrix("router", hidden, columns)]
     if config.num_shared_experts:
         shared_in, shared_out = _ffn_matrices("shared", f"{moe}.shared_experts", hidden, split.shared_width)
         if config.latent_experts:

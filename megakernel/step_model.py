@@ -172,7 +172,6 @@ class StepModel:
         self.product("router")
         pieces = [exact_lanes(plan, split.piece(config.num_experts))]
         if latent:
-            self.product("latent")
             pieces.append(split.piece(config.routed_expert_hidden_size))
         if latent and shared:
             self.product("shared_in")
