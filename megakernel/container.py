@@ -27,7 +27,7 @@ from megakernel.stages import Span, stages
 from model.config import ModelConfig
 
 MANIFEST, JOURNAL = "container.json", "pieces.jsonl"
-FORMAT, VERSION = "one-launch container", 2
+FORMAT, VERSION = "one-launch container", 3
 _DTYPES = {
     "float32": np.dtype(np.float32),
     "uint32": np.dtype(np.uint32),

@@ -245,8 +245,8 @@ def _latent_moe(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array, me
     its own piece of the output, complete. What the shared experts do fills the waits of the routed ones."""
     plan, config = step.plan, step.plan.config
     latent = config.routed_expert_hidden_size
-    logits = _router_logits(step, section, x)
-    down = step.take(step.linear(section, x, "latent"), "latent", "latent")
+    routing = step.linear(section, x, "router")
+    logits, down = _router_logits(step, routing), step.take(routing, "router", "latent")
     step.cores.start_gather([Piece(logits, config.num_experts, exact=True), Piece(down, latent)])
     inner = _gated(step, section, x, "shared") if config.num_shared_experts else None
     logits, down = step.cores.finish_gather()
@@ -272,7 +272,8 @@ def _latent_moe(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array, me
 def _full_width_moe(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array, meanwhile: Work) -> jax.Array:
     """Routed and shared experts both give partial sums, which travel together."""
     plan, config = step.plan, step.plan.config
-    step.cores.start_gather([Piece(_router_logits(step, section, x), config.num_experts, exact=True)])
+    logits = _router_logits(step, step.linear(section, x, "router"))
+    step.cores.start_gather([Piece(logits, config.num_experts, exact=True)])
     hidden = _gated(step, section, x, "shared") if config.num_shared_experts else None
     (logits,) = step.cores.finish_gather()
 
@@ -285,9 +286,11 @@ def _full_width_moe(step: Step, section: Scalar, moe_layer: Scalar, x: jax.Array
     return rounded(plan, both[:, : config.hidden_size] + both[:, config.hidden_size :])
 
 
-def _router_logits(step: Step, section: Scalar, x: jax.Array) -> jax.Array:
-    """# [rows, own experts] f32, unrounded"""
-    return step.rows_of(step.linear(section, x, "router"), 0, step.plan.matrices["router"].n)
+def _router_logits(step: Step, out: Ref) -> jax.Array:
+    """The last column of the router's product, with its padding, unrounded.  # [rows, own experts] f32"""
+    matrix = step.plan.matrices["router"]
+    start = matrix.offset("router")
+    return step.rows_of(out, start, matrix.n - start)
 
 
 def _route(step: Step, moe_layer: Scalar, logits: jax.Array, expert_input: jax.Array) -> Counts:

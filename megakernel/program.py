@@ -128,13 +128,10 @@ def mla_matrices(split: Split) -> tuple[Matrix, ...]:
     inputs = [Column("gate", heads * value, "self_attn.g_proj.weight")] if config.mla_use_output_gate else []
     if rank is None:
         inputs += query
-    kv_b = "self_attn.kv_b_proj.weight"
+    kv_a, kv_b = "self_attn.kv_a_proj_with_mqa.weight", "self_attn.kv_b_proj.weight"
+    low = split.piece(split.low_width)
     return (
-        Matrix(
-            "mla_low",
-            hidden,
-            (Column("low", split.piece(split.low_width), "self_attn.kv_a_proj_with_mqa.weight", "low"),),
-        ),
+        Matrix("mla_low", hidden, (Column("low", low, kv_a, "low", lanes=split.narrow_lanes(low)),)),
         *((Matrix("mla_in", hidden, tuple(inputs)),) if inputs else ()),
         *(() if rank is None else (Matrix("mla_query", rank, tuple(query)),)),
         Matrix("mla_absorb", nope, (Column("key", kv, kv_b, "key"),), groups=heads),
@@ -150,12 +147,12 @@ def dense_matrices(split: Split) -> tuple[Matrix, ...]:
 def moe_matrices(split: Split) -> tuple[Matrix, ...]:
     config, moe = split.config, "block_sparse_moe"
     hidden, latent = config.hidden_size, config.routed_expert_hidden_size
-    router = split.piece(config.num_experts)
-    lanes = split.narrow_lanes(router)
-    matrices = [Matrix("router", hidden, (Column("router", router, f"{moe}.gate.weight", lanes=lanes),))]
+    narrow = [(config.num_experts, "router", "gate")]
     if config.latent_experts:
-        down = Column("latent", split.piece(latent), f"{moe}.routed_expert_down_proj.weight")
-        matrices.append(Matrix("latent", hidden, (down,)))
+        narrow.insert(0, (latent, "latent", "routed_expert_down_proj"))
+    pieces = ((name, split.piece(width), f"{moe}.{tensor}.weight") for width, name, tensor in narrow)
+    columns = tuple(Column(*piece, lanes=split.narrow_lanes(piece[1])) for piece in pieces)
+    matrices = [Matrix("router", hidden, columns)]
     if config.num_shared_experts:
         shared_in, shared_out = _ffn_matrices("shared", f"{moe}.shared_experts", hidden, split.shared_width)
         if config.latent_experts:

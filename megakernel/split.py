@@ -17,6 +17,9 @@ from megakernel.program import LANES, power_of_two, round_up
 from megakernel.vocabulary import SEGMENTS, vocabulary_shape
 from model.config import ModelConfig
 
+_FEW = 8
+"""Columns of a folded panel, of which narrower ones are rarely worth a panel of their own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -94,19 +97,16 @@ class Split:
         return self.low_offsets["end"]
 
     def piece(self, width: int) -> int:
-        """Columns of one core's piece of a vector that is gathered: whole tiles, or a power of two below one."""
-        if self.cores == 1:
-            return width
-        share = -(-width // self.cores)
-        return round_up(share, LANES) if share > LANES else power_of_two(share)
+        """Columns of one core's piece of a vector that is gathered: eights, or a power of two below."""
+        return width if self.cores == 1 else _narrow(-(-width // self.cores))
 
     def sum_piece(self, width: int) -> int:
         """Columns of one core's piece of a vector that is summed over cores: whole tiles."""
         return width if self.cores == 1 else round_up(-(-width // self.cores), LANES)
 
     def narrow_lanes(self, width: int) -> int:
-        """Lanes of a narrow column: no more than a power of two where cores share it, else whole tiles."""
-        return power_of_two(width) if self.cores > 1 and width <= LANES else round_up(width, LANES)
+        """Lanes of a narrow column: whole tiles on one core, else as few as a piece of that width."""
+        return round_up(width, LANES) if self.cores == 1 else _narrow(width)
 
     def expected_load(self, rows: int) -> float:
         """Weights that the busiest core is expected to read of the routed experts of one layer, in whole experts.
@@ -124,6 +124,11 @@ class Split:
     def share(self, width: int) -> int:
         """Of the width of a feed-forward network."""
         return width if self.cores == 1 else round_up(-(-width // self.cores), 16)
+
+
+def _narrow(width: int) -> int:
+    """Columns that panels of powers of two hold without much padding."""
+    return power_of_two(width) if width < _FEW else round_up(width, _FEW)
 
 
 def split_choices(config: ModelConfig, cores: int) -> list[Split]:

@@ -180,7 +180,6 @@ class StepModel:
     def latent_moe(self, shared: bool) -> None:
         config, split = self.plan.config, self.plan.split
         self.product("router")
-        self.product("latent")
         finish = self.start_gather("router", [self.router_lanes(), split.piece(config.routed_expert_hidden_size)])
         if shared:
             self.product("shared_in")

@@ -1,13 +1,15 @@
 """How matrices lie on the tape: panels of inputs x lanes below each other, cut where a block ends.
 
 A matrix is cut along its outputs into panels as wide as a block; panels follow each other down the tape, so nothing but
-the end of a section is padded. What is left of the outputs, if it is narrow, becomes one *folded* panel: its inputs are
-split in up to `fold` equal parts that lie side by side, and the partial products are added up across lanes.
+the end of a section is padded. What is left of the outputs, if it is narrow, becomes *folded* panels, each as wide as a
+power of two and half as wide as the one before it or less: the inputs of one are split in up to `fold` equal parts that
+lie side by side, and the partial products are added up across lanes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -79,17 +81,36 @@ def lay_out(matrices: Sequence[Matrix], block_rows: int, lanes: int) -> tuple[di
 
 def _panels_of(matrix: Matrix, lanes: int) -> list[tuple[int, int, int]]:
     """(group, lane, fold) of each panel, in the order of the tape."""
-    fold = tail_fold(matrix, lanes)
-    whole = matrix.n // lanes if fold > 1 else -(-matrix.n // lanes)
-    tail = [(whole * lanes, fold)] if fold > 1 else []
-    places = [*((i * lanes, 1) for i in range(whole)), *tail]
+    folds = _folds(matrix, lanes)
+    ends = list(itertools.accumulate(lanes // fold for fold in folds))
+    places = list(zip([0, *ends], folds, strict=False))
     return [(group, lane, fold) for group in range(matrix.groups) for lane, fold in places]
 
 
-def tail_fold(matrix: Matrix, lanes: int) -> int:
-    """Parts into which the inputs are folded for the outputs that fill no whole panel; 1: they are padded instead."""
-    left, fold = matrix.n % lanes, 1
-    while left and 2 * fold * power_of_two(left) <= lanes and part_rows(matrix, 2 * fold) < part_rows(matrix, fold):
+def _folds(matrix: Matrix, lanes: int) -> tuple[int, ...]:
+    """Of the panels of one group; all but the last of them are filled."""
+    whole, left = divmod(matrix.n, lanes)
+    return (1,) * whole + (tail_folds(matrix, lanes, left) if left else ())
+
+
+def tail_folds(matrix: Matrix, lanes: int, left: int) -> tuple[int, ...]:
+    """Parts into which the inputs are folded for the last `left` outputs, which fill no whole panel: panel by panel.
+
+    Either one panel is padded, or the largest power of two fills one and the rest goes on: whatever has fewer rows, and
+    of as many rows fewer panels.
+    """
+    padded = (_padded_fold(matrix, lanes, left),)
+    if left == 1:
+        return padded
+    filled = power_of_two(left) // 2
+    divided = (lanes // filled, *tail_folds(matrix, lanes, left - filled))
+    return min(padded, divided, key=lambda folds: sum(part_rows(matrix, fold) for fold in folds))
+
+
+def _padded_fold(matrix: Matrix, lanes: int, left: int) -> int:
+    """Parts of a panel of its own for `left` outputs; 1: they take a whole one."""
+    fold = 1
+    while 2 * fold * power_of_two(left) <= lanes and part_rows(matrix, 2 * fold) < part_rows(matrix, fold):
         fold *= 2
     return fold
 
@@ -100,10 +121,7 @@ def part_rows(matrix: Matrix, fold: int) -> int:
 
 
 def _group_lanes(matrix: Matrix, lanes: int) -> int:
-    whole, left = divmod(matrix.n, lanes)
-    if not left:
-        return whole * lanes
-    return whole * lanes + (round_up(lanes // tail_fold(matrix, lanes), LANES))
+    return round_up(sum(lanes // fold for fold in _folds(matrix, lanes)), LANES)
 
 
 def _cut(row: int, rows: int, block_rows: int) -> tuple[tuple[Cut, ...], int]:

@@ -23,7 +23,6 @@ FAMILIES: dict[str, Family] = {
     "mla": "MLA",
     "dense": "dense FFN",
     "router": "routing",
-    "latent": "routing",
     "shared": "shared experts",
     "routed": "routed experts",
     "head": "LM head",
@@ -132,8 +131,8 @@ def _phases_after(plan: Plan, matrix: str) -> tuple[str, ...]:
     names = [found.name for found in plan.sections.get("moe", ())]
     if matrix not in names:
         return ()
-    logits_gathered = [name for name in names if name in ("router", "latent", "shared_in")][-1]
-    beside_experts = "shared_out" in names and "latent" not in names
+    logits_gathered = [name for name in names if name in ("router", "shared_in")][-1]
+    beside_experts = "shared_out" in names and not plan.config.latent_experts
     shared_done = "shared_out" if beside_experts else logits_gathered
     phases = ("route",) if matrix == logits_gathered else ()
     return (*phases, "experts") if matrix == shared_done else phases

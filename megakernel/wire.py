@@ -25,17 +25,17 @@ def side_by_side(pieces: Ref, width: int, total: int, first: int = 0) -> jax.Arr
 
     Args:
       pieces: [cores, rows, lanes]; a core's columns are its lanes `first` to `first + width`.
-      first: as `width`, so that columns of less than a tile lie in one.
     Returns:
       [rows, total rounded up to 128] f32, zero beyond `total`.
     """
     padded, inside = round_up(total, LANES), first % LANES
     tiles: dict[int, jax.Array] = {}
     for core in range(-(-total // width)):
-        for lane in range(0, width, LANES):
+        for lane in (0, *range(LANES - inside, width, LANES)):
             place, shift = divmod(core * width + lane, LANES)
-            source = first + lane - inside
-            _lay(tiles, place, shift, inside, pieces[core, :, source : source + LANES].astype(jnp.float32))
+            tile, begin = divmod(first + lane, LANES)
+            source = pieces[core, :, tile * LANES : (tile + 1) * LANES].astype(jnp.float32)
+            _lay(tiles, place, shift, begin, source)
     laid = jnp.concatenate([tiles[place] for place in range(padded // LANES)], axis=1)
     column = lax.broadcasted_iota(jnp.int32, laid.shape, 1)
     return laid if total == padded else jnp.where(column < total, laid, 0.0)

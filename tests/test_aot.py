@@ -95,6 +95,20 @@ def test_k3_nano_compiles_for_several_cores(machine: str, capsys: pytest.Capture
 
 
 @pytest.mark.slow
+def test_pieces_that_fill_no_tile_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    """On eight cores 48 experts, which travel in three parts and cross a tile, 112 columns of latents, and as the
+    low-rank vector 80: each in several panels of one tile."""
+    nano = ModelConfig.preset("k3-nano")
+    sizes = {"hidden_size": 2048, "num_experts": 384, "routed_expert_hidden_size": 896, "kv_lora_rank": 384}
+    target, cores = find_machine("tpu7x:2x2x1", None)
+    plan = make_plan(dataclasses.replace(nano, name="odd", **sizes), target, cores=cores, context=256)
+    split = plan.split
+    assert (cores, split.piece(384), split.piece(896), split.piece(split.low_width)) == (8, 48, 112, 80)
+    assert all(len(plan.tilings[name].panels) > 1 for name in ("router", "mla_low"))
+    compiled_within_vmem(plan, capsys)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", ["tpu7x:1x1x1", "v6e:2x2", "v5p:2x2x1"])
 def test_kimi_linear_compiles_for_one_host(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
     compiled_within_vmem(on_machine("kimi-linear-48b", machine, context=4096), capsys)

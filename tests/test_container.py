@@ -406,8 +406,8 @@ def test_another_checkpoint_or_folder_is_not_written_over(tmp_path: Path) -> Non
 def test_manifests_of_other_versions_and_damaged_ones_are_refused(container: Path) -> None:
     file = container / "container.json"
     text = file.read_text()
-    file.write_text(text.replace('"version": 2', '"version": 7'))
-    with pytest.raises(ContainerError, match=r"version 7; this release reads .* version 2"):
+    file.write_text(text.replace('"version": 3', '"version": 7'))
+    with pytest.raises(ContainerError, match=r"version 7; this release reads .* version 3"):
         load(container)
     file.write_text(text[:-9])
     with pytest.raises(ContainerError, match=r"container.json: expected the manifest of a container; found JSONDecode"):

@@ -93,7 +93,7 @@ def recorded_order(plan, monkeypatch) -> dict[str, list[str]]:
 
 KDA = {"kda_narrow", "kda_in", "kda_decay", "kda_gate", "replay", "convolution", "recurrence", "kda_out"}
 MLA = {"mla_low", "mla_in", "mla_query", "mla_absorb", "attention", "mla_value", "mla_out"}
-MOE = {"router", "latent", "shared_in", "route", "shared_out", "experts", "routed_up"}
+MOE = {"router", "shared_in", "route", "shared_out", "experts", "routed_up"}
 DENSE = {"dense_in", "dense_out"}
 
 

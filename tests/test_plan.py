@@ -236,7 +236,7 @@ TIGHT = dataclasses.replace(find_target("v7x"), hbm_bytes=8 << 20)
         ({"ring_depth": 1}, r"ring_depth = 1; at least 2 blocks must be in flight"),
         ({"expert_slots": 0}, r"expert_slots = 0; at least one expert must be in VMEM"),
         ({"launch_steps": 0}, r"launch_steps = 0; expected 1 or more"),
-        ({"launch_steps": 1 << 28}, r"launch_steps = 268435456 of 37 blocks overflow .* lower launch_steps"),
+        ({"launch_steps": 1 << 28}, r"launch_steps = 268435456 of 33 blocks overflow .* lower launch_steps"),
         (
             {"launch_steps": 1 << 22},
             r"needs [\d,.]+ MiB of SMEM, 2.0 MiB may be used .*; lower launch_steps = 4194304$",

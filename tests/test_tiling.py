@@ -16,7 +16,7 @@ from megakernel import find_target, make_plan
 from megakernel.pack import lay_matrix
 from megakernel.phases import linear
 from megakernel.program import LANES, Column, Matrix, round_up
-from megakernel.tiling import Cut, Panel, Tiling, find_repeat, lay_out, tail_fold
+from megakernel.tiling import Cut, Panel, Tiling, find_repeat, lay_out, part_rows, tail_folds
 from megakernel.timeline import work_of
 from model.config import ModelConfig
 
@@ -144,24 +144,72 @@ def test_blocks_are_shared_between_matrices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "n", "lanes", "fold"),
+    ("k", "n", "lanes", "folds"),
     [
-        (7168, 8, 256, 32),
-        (7168, 256, 256, 1),  # a whole panel
-        (7168, 129, 256, 1),  # more than half a panel
-        (7168, 128, 256, 2),
-        (7168, 300, 256, 4),  # 44 lanes are left: in quarters of 64
-        (300, 8, 256, 4),  # three parts of 128 inputs, the fourth stays empty
-        (128, 8, 256, 1),  # nothing to fold
-        (256, 8, 256, 2),
+        (7168, 8, 256, [32]),
+        (7168, 256, 256, [1]),  # a whole panel
+        (7168, 129, 256, [2, 64]),  # 128 + 1
+        (256, 129, 256, [1]),  # as many rows
+        (7168, 128, 256, [2]),
+        (7168, 300, 256, [1, 8, 32, 64]),  # 44 lanes are left: 32 + 8 + 4
+        (7168, 112, 256, [4, 8, 16]),  # 64 + 32 + 16
+        (7168, 72, 256, [4, 32]),  # 64 + 8
+        (7168, 96, 128, [2, 4]),  # in narrower blocks
+        (7168, 127, 256, [2]),  # 64 + 32 + 16 + 8 + 4 + 2 + 1 have more rows than 128
+        (768, 112, 256, [2]),  # 384 rows, where 256 + 128 + 128 are more
+        (512, 96, 256, [2]),  # as many rows in one panel
+        (300, 8, 256, [4]),  # three parts of 128 inputs, the fourth stays empty
+        (128, 8, 256, [1]),  # nothing to fold
+        (256, 8, 256, [2]),
     ],
 )
-def test_narrow_tails_are_folded(k: int, n: int, lanes: int, fold: int) -> None:
-    matrix = Matrix("m", k, (Column("out", n, "", lanes=n),))
-    assert tail_fold(matrix, lanes) == fold
-    last = lay_out([matrix], 512, lanes)[0]["m"].panels[-1]
-    assert last.fold == fold
-    assert sum(cut.rows for cut in last.cuts) == (k if fold == 1 else round_up(-(-k // fold), LANES))
+def test_narrow_tails_are_folded(k: int, n: int, lanes: int, folds: list[int]) -> None:
+    panels = lay_out([outputs(k, n)], 512, lanes)[0]["m"].panels
+    assert [panel.fold for panel in panels] == folds
+    ends = list(itertools.accumulate(lanes // fold for fold in folds))
+    assert [panel.lane for panel in panels] == [0, *ends[:-1]]
+    for panel in panels:
+        rows = k if panel.fold == 1 else round_up(-(-k // panel.fold), LANES)
+        assert sum(cut.rows for cut in panel.cuts) == rows
+
+
+def outputs(k: int, n: int, groups: int = 1) -> Matrix:
+    return Matrix("m", k, (Column("out", n, "", lanes=n),), groups)
+
+
+@pytest.mark.parametrize(
+    ("n", "rows"),
+    [
+        (128, 7168 // 2),
+        (112, 7168 // 4 + 7168 // 8 + 512),  # 7168 / 16 = 448, in whole tiles of inputs
+        (72, 7168 // 4 + 256),  # 7168 / 32 = 224
+        (32, 7168 // 8),
+        (28, 7168 // 8),
+    ],
+)
+def test_narrow_pieces_of_kimi_k3_take_their_rows(n: int, rows: int) -> None:
+    """Of blocks of 256 lanes; with no padding they would be 28 n."""
+    tiling = lay_out([outputs(7168, n)], 512, 256)[0]["m"]
+    assert sum(cut.rows for panel in tiling.panels for cut in panel.cuts) == rows >= 28 * n
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tails_have_the_fewest_rows_of_all_panels_that_descend(seed: int) -> None:
+    """Against every choice of filled panels before the last; where one panel has as many rows, it is one."""
+    rng = np.random.default_rng(seed)
+    k, lanes = int(rng.integers(1, 8000)), int(rng.choice([128, 256, 512]))
+    left = int(rng.integers(1, lanes))
+    powers = [lanes >> i for i in range(lanes.bit_length())]
+    found = {}
+    choices = (tuple(p for p in powers if p & bits) for bits in range(left))
+    for filled, last in itertools.product(choices, powers):
+        if left - sum(filled) <= last and all(p > last for p in filled):
+            folds = [lanes // width for width in (*filled, last)]
+            found[tuple(folds)] = sum(part_rows(outputs(k, left), fold) for fold in folds)
+    folds = tail_folds(outputs(k, left), lanes, left)
+    rows = sum(part_rows(outputs(k, left), fold) for fold in folds)
+    assert rows == min(found.values())
+    assert len(folds) == min(len(others) for others, needed in found.items() if needed == rows)
 
 
 # ---- loops ----
@@ -275,6 +323,33 @@ def test_the_product_of_a_packed_section(
             np.testing.assert_allclose(found, own @ weights[group], rtol=1e-4, atol=1e-3)
     assert [block for kind, block in tape.log if kind == "wait"] == list(range(section.blocks))
     assert [block for kind, block in tape.log if kind == "give back"] == list(range(section.blocks))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(("n", "folds"), [(112, [4, 8, 16]), (72, [4, 32]), (368, [1, 4, 8, 16]), (232, [2, 4, 8, 32])])
+def test_the_panels_of_a_tail_share_a_tile(
+    n: int, folds: list[int], groups: int, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whole numbers, of which sums are exact: the product to the bit, in an output of which nothing was set."""
+    plain_loops(monkeypatch)
+    matrix = outputs(4096, n, groups)
+    section = Section((matrix,), 512, 256, target=TARGETS[target])
+    assert [panel.fold for panel in section.tilings["m"].panels] == folds * groups
+    rng = np.random.default_rng(n)
+    x = rng.integers(-9, 9, (ROWS, groups * 4096)).astype(np.float32)
+    dense = rng.integers(-9, 9, (groups, 4096, n)).astype(np.float32)
+    rows = np.zeros((section.blocks * 512, 256), np.float32)
+    lay_matrix(section, matrix, dense, rows)  # type: ignore[arg-type]
+    operand = np.full((ROWS, groups * 4096), np.nan, np.float32)
+    stride = section.tilings["m"].group_lanes
+    assert stride == round_up(n, LANES)
+    out = np.full((ROWS, groups * stride), np.nan, np.float32)
+    linear.linear(section, Tape(rows.reshape(-1, 512, 256)), 0, jnp.asarray(x), matrix, operand, out)  # type: ignore[arg-type]
+    assert np.isfinite(out).all()
+    for group in range(groups):
+        own = x[:, group * 4096 : (group + 1) * 4096]
+        np.testing.assert_array_equal(out[:, group * stride :][:, :n], own @ dense[group])
 
 
 def test_the_tape_of_a_model_is_taken_as_the_timeline_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,8 +126,7 @@ def _run_panel(
     lane = group * tiling.group_lanes + (panel.lane + moved.lane)
     if in_halves:
         total = _sum_of_halves(total, inputs.shape[0])
-    total = _unfolded(plan, total, panel.fold)
-    out[: plan.product_rows, lanes(lane, total.shape[1])] = total
+    _store(plan, _unfolded(plan, total, panel.fold), lane, panel.lane % LANES, out)
 
 
 # ---- halves: so that both matrix units work, though a block is only as wide as one ----
@@ -208,6 +207,21 @@ def _unfolded(plan: Plan, product: jax.Array, fold: int) -> jax.Array:
         total = total + pltpu.roll(total, shift, 1)
         shift //= 2
     return total
+
+
+def _store(plan: Plan, total: jax.Array, lane: Scalar | int, inside: int, out: Ref) -> None:
+    """Writes a panel's sums from lane `lane` of the output on, which is lane `inside` of its tile.
+
+    A panel that begins inside a tile is narrower than one and repeats all over it; what other panels have written
+    before it stays.
+    """
+    rows = plan.product_rows
+    if not inside:
+        out[:rows, lanes(lane, total.shape[1])] = total
+        return
+    tile = lanes(lane - inside, LANES)
+    own = lax.broadcasted_iota(jnp.int32, total.shape, 1) >= inside
+    out[:rows, tile] = jnp.where(own, total, out[:rows, tile])
 
 
 def whole_tiles(rows: list[jax.Array], multiple: int) -> jax.Array:

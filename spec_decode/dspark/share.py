@@ -82,9 +82,10 @@ def matrices(share: Share) -> tuple[Matrix, ...]:
     taps = len(config.tap_layers) * config.target_hidden_size
     layers = range(config.num_layers)
     keys_values = [column for layer in layers for column in _keys_values(share, layer, suffix=str(layer))]
+    features = Column("features", share.features, "fc.weight", lanes=share.split.narrow_lanes(share.features))
     head = "target.lm_head" if config.shares_embeddings else "lm_head.weight"
     return (
-        Matrix("draft_fc", taps, (Column("features", share.features, "fc.weight"),)),
+        Matrix("draft_fc", taps, (features,)),
         Matrix("draft_context", config.hidden_size, tuple(keys_values)),
         *(matrix for layer in layers for matrix in _layer_matrices(share, layer)),
         Matrix("draft_head", config.hidden_size, (Column("logits", share.split.vocabulary, head),)),
