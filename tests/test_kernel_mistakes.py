@@ -215,7 +215,8 @@ def without(product: str, name: str, tensor: np.ndarray) -> np.ndarray:
 
 def test_every_product_and_every_phase_has_a_replacement() -> None:
     """A new phase or matrix must be added above."""
-    assert set(ZEROED) == set(open_session(model_named("k3-mini")).plan.matrices)
+    beside_the_router = {"latent"}
+    assert set(ZEROED) == set(open_session(model_named("k3-mini")).plan.matrices) | beside_the_router
     replaced = {(module.__name__, attribute) for module, attribute, _ in REPLACEMENTS.values()}
     helpers = {"accumulate", "store_rows", "pad_rows", "argmax", "sortable", "Scratch"}
     helpers |= {"expert_hidden", "expert_output"}
