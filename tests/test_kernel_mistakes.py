@@ -223,6 +223,7 @@ def test_every_product_and_every_phase_has_a_replacement() -> None:
     helpers |= {"RowSampling", "poison"}  # the latter: `test_decode_edges` puts NaN into every tensor
     helpers |= {"load_shards"}  # on several cores only, in place of `load_logits`
     helpers |= {"noise"}  # replaced with `choose_token`
+    helpers |= {"start_pages"}  # only copies: `test_simulated` takes their waits away
     for module in (kda, mla, route, experts, ffn, sample):
         own = {
             name

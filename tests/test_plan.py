@@ -250,7 +250,7 @@ TIGHT = dataclasses.replace(find_target("v7x"), hbm_bytes=8 << 20)
         (
             {"target": SMALL, "ring_depth": 40},
             r"k3-mini on one core of v7x needs [\d,.]+ MiB of VMEM, 1.8 MiB may be used \(largest: ring, 4.1 MiB\); "
-            r"lower ring_depth = 37 or expert_slots = 2, or use more cores than 1",
+            r"lower ring_depth = 33 or expert_slots = 2, or use more cores than 1",
         ),
         (
             {"target": SMALL, "ring_depth": 40, "cores": 2},
