@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megakernel.collectives import Exchange
-from megakernel.messages import exact_lanes
+from megakernel.messages import exact_lanes, total_widths
 from megakernel.phases.linear import rounded, whole_tiles
 from megakernel.plan import Plan
 from megakernel.stream import Ref, Scalar
@@ -122,7 +122,9 @@ class ManyCores:
         return [self._all_rows(self._whole(piece, ref)) for piece, ref in arrived]
 
     def start_total(self, partial: jax.Array) -> None:
-        self._summing = self._totals[self.plan.hops(partial.shape[1])]
+        width = partial.shape[1]
+        assert width in total_widths(self.plan), f"no exchange was planned for sums of {width} entries"
+        self._summing = self._totals[self.plan.hops(width)]
         self._summing.start(partial[: self.plan.wire_rows])
 
     def finish_total(self) -> jax.Array:

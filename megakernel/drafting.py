@@ -57,8 +57,8 @@ class Drafter(Protocol):
         ...
 
     @property
-    def sum_width(self) -> int:
-        """Width of the widest sum over cores that a proposal takes; 0: none."""
+    def sum_widths(self) -> tuple[int, ...]:
+        """Widths of the sums over cores that a proposal takes."""
         ...
 
     def vmem(self, plan: Plan) -> dict[str, Buffer]: ...
@@ -121,8 +121,8 @@ class Weightless:
         return 0
 
     @property
-    def sum_width(self) -> int:
-        return 0
+    def sum_widths(self) -> tuple[int, ...]:
+        return ()
 
     def vmem(self, plan: Plan) -> dict[str, Buffer]:
         return {}

@@ -77,16 +77,22 @@ def _check_lanes(config: ModelConfig, target: Target) -> None:
             )
 
 
+_VMEM_KNOBS = ("ring_depth", "expert_slots", "page", "sequences")
+_LOWEST = {"ring_depth": 2, "page": 128}
+"""Knobs that nobody needs to lower further."""
+
+
 def check_memory(plan: Plan) -> None:
     for memory, used, limit, knobs in (
-        ("VMEM", plan.vmem_map, int(plan.target.vmem_bytes * VMEM_SHARE), ("ring_depth", "expert_slots", "sequences")),
+        ("VMEM", plan.vmem_map, int(plan.target.vmem_bytes * VMEM_SHARE), _VMEM_KNOBS),
         ("SMEM", plan.smem_map, plan.target.smem_bytes // 2, ("launch_steps", "sequences")),
         ("HBM", plan.hbm_map, plan.target.hbm_bytes, ("context", "sequences")),
     ):
         total = sum(used.values())
         if total > limit:
             largest = max(used, key=lambda name: used[name])
-            lower = " or ".join(f"{knob} = {getattr(plan, knob)}" for knob in knobs if getattr(plan, knob) > 1)
+            given = {knob: getattr(plan, knob) for knob in knobs}
+            lower = " or ".join(f"{knob} = {value}" for knob, value in given.items() if value > _LOWEST.get(knob, 1))
             more_cores = f", or use more cores than {plan.split.cores}" if memory != "SMEM" else ""
             raise PlanError(
                 f"{plan.config.name} on {place(plan)} needs {total / MIB:,.1f} MiB of {memory}, "

@@ -309,8 +309,7 @@ def step_bytes(plan: Plan, position: int | None = None) -> dict[str, int]:
         if plan.tokens > 1:
             moved["rows for replay"] = 2 * caches["pending_rows"].padded_bytes
     if config.mla_layers:
-        pages = -(-position // plan.page)
-        positions = pages * plan.page + 2 * plan.group_positions
+        positions = plan.pages(position) * plan.page + 2 * plan.group_positions
         moved["MLA latents"] = (
             len(config.mla_layers) * sequences * positions * plan.latent_lanes * BYTES[plan.activations]
         )

@@ -50,9 +50,8 @@ def total_widths(plan: Plan) -> dict[int, int]:
         if not config.latent_experts:
             width = config.hidden_size * (2 if config.num_shared_experts else 1)
         found[width] = found.get(width, 0) + moe
-    if plan.drafter and plan.drafter.sum_width:
-        found.setdefault(plan.drafter.sum_width, 0)
-    return found
+    drafts = plan.drafter.sum_widths if plan.drafter else ()
+    return dict.fromkeys(drafts, 0) | found
 
 
 def hops_of_sums(plan: Plan) -> list[int]:

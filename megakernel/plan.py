@@ -36,8 +36,8 @@ _EXPERT_SHARE = 0.25
 _DEEPEST_RING = 64
 """Most blocks in flight: what is fetched while an exchange or the experts keep the tape waiting."""
 
-_PAGES_IN_FLIGHT = 8
-"""A page is computed with in less time than a copy of it takes to begin."""
+_PAGES_IN_FLIGHT, _PAGES_BYTES = 8, 2 * MIB
+"""A small page is computed with in less time than a copy of it takes to begin; of large ones two are enough."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,13 @@ class Plan:
     @property
     def page_windows(self) -> int:
         """Pages of the MLA cache in flight at once."""
-        return min(_PAGES_IN_FLIGHT, self.sequences * (self.cache_positions // self.page))
+        page_bytes = self.page * self.latent_lanes * BYTES[self.activations]
+        most = max(2, min(_PAGES_IN_FLIGHT, _PAGES_BYTES // page_bytes))
+        return min(most, self.sequences * (self.cache_positions // self.page))
+
+    def pages(self, position: int) -> int:
+        """Pages of one sequence that a step reads whose first token is at `position`."""
+        return (position + self.tokens - 1) // self.page + 1
 
     # ---- tape ----
 

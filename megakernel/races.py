@@ -79,11 +79,13 @@ class _Overheard(io.TextIOBase):
     def __init__(self, onwards: TextIO):
         self.onwards = onwards
         self.races: list[str] = []
+        self._ends_race = False  # whether what comes next ends the line of a race: `print` writes that apart
 
     def write(self, text: str) -> int:
-        if _MARK in text:
+        ends_race, self._ends_race = self._ends_race and text == "\n", _MARK in text
+        if self._ends_race:
             self.races.append(text)
-        else:
+        elif not ends_race:
             self.onwards.write(text)
         return len(text)
 

@@ -128,7 +128,7 @@ def _name_visits(loop: Loop, plan: Plan) -> None:
 
 def _name_pages(loop: Loop, plan: Plan) -> None:
     """The pages that are fetched first, or all of them as they are computed with."""
-    pages = -(-plan.context // 2 // plan.page)
+    pages = plan.pages(plan.context // 2)
     fetched_first = min(plan.page_windows, plan.sequences * pages)
     if "fresh" not in _touched(loop):
         loop.name, loop.turns = "start a page", fetched_first

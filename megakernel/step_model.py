@@ -160,7 +160,7 @@ class StepModel:
                 self.read_page(order + self.plan.page_windows)
 
     def page_count(self) -> int:
-        return self.plan.sequences * -(-self.position // self.plan.page)
+        return self.plan.sequences * self.plan.pages(self.position)
 
     def read_page(self, order: int) -> None:
         self.pipe.read(f"page {order}", self.plan.page * self.plan.latent_lanes * BYTES[self.plan.activations])

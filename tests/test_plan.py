@@ -207,6 +207,22 @@ def test_rows_and_slots(rows: int) -> None:
     assert make_plan(MINI, CPU, sequences=rows).rows == 16
 
 
+def test_pages_in_flight_take_little_of_vmem() -> None:
+    """Eight of 160 KiB; of large ones two, and where those do not fit the refusal names the page."""
+    k3, v7x = ModelConfig.preset("kimi-k3"), find_target("v7x")
+
+    def of(page: int) -> Plan:
+        return make_plan(k3, v7x, cores=32, context=65536, launch_steps=4096, page=page)
+
+    assert [of(page).page_windows for page in (128, 512, 4096)] == [8, 3, 2]
+    assert of(4096).ring_depth == of(128).ring_depth == 64
+    assert [of(128).pages(position) for position in (0, 127, 128)] == [1, 1, 2]
+    with pytest.raises(
+        PlanError, match=r"largest: page, 40.0 MiB\); lower expert_slots = 15 or page = 16384, or use more"
+    ):
+        of(16384)
+
+
 def test_knobs_beyond_use_are_cut() -> None:
     plan = make_plan(MINI, ring_depth=1000, expert_slots=1000)
     assert plan.ring_depth == plan.tape_blocks

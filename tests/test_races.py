@@ -83,9 +83,10 @@ def test_a_race_comes_before_what_it_leads_to() -> None:
 def test_other_words_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     with watch_races() as races:
         print("hello")
+        print("RACE DETECTED\n  read of c\n  write of d")
         logging.getLogger("jax").warning("RACE DETECTED\n  read of a\n  clock: 1\n  write of b\n  clock: 2\n")
         logging.getLogger("jax").warning("something else")
-    assert races.messages == ["read of a, write of b"]
+    assert races.messages == ["read of c, write of d", "read of a, write of b"]
     assert capsys.readouterr().out == "hello\n"
 
 

@@ -213,8 +213,8 @@ def test_loops_turn_as_often_as_the_plan_says(k3_plan):
     assert layer.turns * snapshot.turns == pytest.approx(8)
     first, sequence, _ = mla.inner
     page = sequence.inner[0]
-    assert (first.turns, sequence.turns, page.turns) == (8, 2, 16)
-    assert [inner.turns for inner in page.inner] == [1 - 8 / 32, 1 / 16]
+    assert (first.turns, sequence.turns, page.turns) == (8, 2, 17)
+    assert [inner.turns for inner in page.inner] == [1 - 8 / 34, 1 / 17]
     assert [loop.turns for loop in moe.inner] == pytest.approx([4, experts - 4, 1])
     first_start, visits = moe.inner[2].inner
     (next_expert,) = visits.inner

@@ -23,6 +23,7 @@ from launching import Ask, Ran, anew, launch_once, open_session, random_model
 
 import megakernel.plan as planning
 from megakernel import LoadedModel, SamplingParams, stream
+from megakernel.phases import mla
 from megakernel.races import watch_races
 from megakernel.tiling import Panel, Tiling
 
@@ -224,21 +225,39 @@ def one_vector_window(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stream.Vectors, "row", row)
 
 
-def one_page_window(patch: pytest.MonkeyPatch) -> None:
-    """The next page is fetched over the one in use."""
+def pages_in(windows: Callable[[int], int]) -> Defect:
+    """Fewer windows than pages in flight: a page is fetched over one that is still to be read."""
 
-    def into_the_first(self: stream.LatentPages, order: jax.Array, layer: jax.Array, *place: jax.Array) -> Any:
-        sequence, page = place
-        start = pl.multiple_of(page * self.plan.page, PAGE)
-        source = self.hbm.at[layer, sequence, pl.ds(start, self.plan.page)]
-        return pltpu.make_async_copy(source, self.windows.at[0], self.done.at[0])
+    def defect(patch: pytest.MonkeyPatch) -> None:
+        def copy(self: stream.LatentPages, order: jax.Array, layer: jax.Array, *place: jax.Array) -> Any:
+            sequence, page = place
+            slot = lax.rem(order, windows(self.in_flight))
+            source = self.hbm.at[layer, sequence, pl.ds(pl.multiple_of(page * self.plan.page, PAGE), self.plan.page)]
+            return pltpu.make_async_copy(source, self.windows.at[slot], self.done.at[slot])
 
-    def take(self: stream.LatentPages, *which: jax.Array) -> Any:
-        into_the_first(self, *which).wait()
-        return self.windows.at[0]
+        def take(self: stream.LatentPages, order: jax.Array, *where: jax.Array) -> Any:
+            copy(self, order, *where).wait()
+            return self.windows.at[lax.rem(order, windows(self.in_flight))]
 
-    patch.setattr(stream.LatentPages, "_copy", into_the_first)
-    patch.setattr(stream.LatentPages, "take", take)
+        patch.setattr(stream.LatentPages, "_copy", copy)
+        patch.setattr(stream.LatentPages, "take", take)
+
+    return defect
+
+
+def pages_before_the_last_write(patch: pytest.MonkeyPatch) -> None:
+    """They start before the latents of the last round have been written. Only one MLA layer shows it: with more, the
+    write that is awaited is another layer's."""
+    start_read, start_pages = stream.LatentGroups.start_read, mla.start_pages
+    put_off: list[tuple[Any, ...]] = []
+
+    def hasty(*arguments: Any) -> mla.Place:
+        place = start_pages(*arguments)
+        start_read(*put_off.pop())
+        return place
+
+    patch.setattr(stream.LatentGroups, "start_read", lambda *arguments: put_off.append(arguments))
+    patch.setattr(mla, "start_pages", hasty)
 
 
 DEFECTS: dict[str, Defect] = {
@@ -253,7 +272,9 @@ DEFECTS: dict[str, Defect] = {
     "state window not drained": skipped(stream.Window, "drain"),
     "experts not waited for": without_wait(stream.Experts, "wait", "_copies"),
     "latent page not waited for": without_wait(stream.LatentPages, "take", "_copy"),
-    "latent pages in one window": one_page_window,
+    "latent pages in one window": pages_in(lambda in_flight: 1),
+    "latent pages in one window too few": pages_in(lambda in_flight: in_flight - 1),
+    "latent pages fetched before the last write": pages_before_the_last_write,
     "latent group used before it is read": skipped(stream.LatentGroups, "wait_read"),
     "latent group read before it is written": read_over_the_last_write,
     "latent group not drained": skipped(stream.LatentGroups, "drain"),

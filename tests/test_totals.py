@@ -17,13 +17,14 @@ from test_many_cores import ASK, MODELS, check_equal_bits, one_run
 from benchmarks.wire import END_OF_TEXT, EXCERPT, difference, read
 from megakernel import NumericsError, PlanError, decode, find_target, load, make_plan
 from megakernel.cost import predict
-from megakernel.messages import EIGHT_BITS, WIRE_BYTES, total_seconds, total_widths
+from megakernel.messages import EIGHT_BITS, WIRE_BYTES, hops_of_sums, total_seconds, total_widths, totals_inbox
 from megakernel.program import LANES, round_up
 from megakernel.races import watch_races
 from megakernel.rates import rates_of
 from megakernel.session import Session
 from megakernel.wire import scaled, side_by_side, unscaled
 from model.config import ModelConfig
+from spec_decode import NGramDrafter
 
 K3 = ModelConfig.preset("kimi-k3")
 SHORT = Ask(ASK.tokens, new=4)
@@ -107,6 +108,23 @@ def test_sums_of_one_plan_go_in_one_hop_and_in_two() -> None:
     assert [mixed.plan.hops(width) for width in (narrow, model.config.hidden_size)] == [1, 2]
     found = [launch_once(session, [SHORT])[0] for session in (plain, mixed)]
     np.testing.assert_array_equal(*(ran.logits for ran in found if ran))
+
+
+def test_every_sum_of_a_drafter_has_its_exchange() -> None:
+    """Also one of a width that the target has not, beside targets whose sums all go in one hop."""
+
+    class Summing(NGramDrafter):
+        @property
+        def sum_widths(self) -> tuple[int, ...]:
+            return (7168, 65536)
+
+    plan = make_plan(K3, find_target("v7x"), cores=32, drafter=Summing(), draft_tokens=1)
+    assert plan.one_hop == {3584}
+    assert hops_of_sums(plan) == [1, 2]
+    assert total_widths(plan)[65536] == 0
+    assert totals_inbox(plan, 2) == (2, 65536 // 32)
+    forced = make_plan(K3, find_target("v7x"), cores=32, drafter=Summing(), draft_tokens=1, hops=1)
+    assert totals_inbox(forced, 1) == (2 * 65536 // LANES, LANES)
 
 
 # ---- fewer bits ----

@@ -99,8 +99,8 @@ class DSparkDrafter:
         return max(round_up(share.features, LANES), share.hidden)
 
     @property
-    def sum_width(self) -> int:
-        return self.config.hidden_size
+    def sum_widths(self) -> tuple[int, ...]:
+        return (self.config.hidden_size,)
 
     def vmem(self, plan: Plan) -> dict[str, Buffer]:
         own, share, rows = self.config, Share(self.config, plan.split), plan.rows
