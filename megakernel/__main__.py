@@ -181,6 +181,7 @@ def _plan(options: argparse.Namespace) -> None:
         cores=cores,
         expert_groups=options.expert_groups,
         context=options.context,
+        launch_steps=options.launch_steps,
         ring_depth=options.ring_depth,
         expert_slots=options.expert_slots,
         drafter=_drafter(config, options.draft),
@@ -317,6 +318,7 @@ def _parser() -> argparse.ArgumentParser:
         "--sequences", "--rows", type=int, default=1, metavar="N", help="sequences together (%(default)s)"
     )
     plan.add_argument("--context", type=int, metavar="N", help="positions of a sequence (the model's, at most 4096)")
+    plan.add_argument("--launch-steps", type=int, metavar="N", help="tokens a launch (the context, at most 4096)")
     plan.add_argument("--ring-depth", type=int, metavar="N", help="tape blocks in flight (as many as fit)")
     plan.add_argument("--expert-slots", type=int, metavar="N", help="experts in VMEM at once (a quarter of it)")
     _add_draft_options(plan)

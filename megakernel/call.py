@@ -70,6 +70,8 @@ def checked_call(
     stream: bool,
 ) -> Call:
     """Checks the arguments of `decode` and plans their launches; raises what `decode` says."""
+    if not isinstance(model, LoadedModel):
+        raise TypeError(f"model = {model!r}; expected a loaded model: load({str(model)!r})")
     jobs, single = make_jobs(model, prompts, max_new_tokens, sampling, seed)
     where, use = make_stop(model, stop), resolve_backend(backend)
     chosen = find_draft(model, draft)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from megakernel.cost import Cost, predict
+from megakernel.limits import PlanError
 from megakernel.messages import faster_in_one_hop
 from megakernel.other_kernel import (
     CORES,
@@ -19,9 +20,10 @@ from megakernel.other_kernel import (
 from megakernel.phase_bundles import DRAFTING
 from megakernel.pipeline import KINDS
 from megakernel.plan import Plan
-from megakernel.rates import Rates
+from megakernel.rates import Rates, rates_of
 from megakernel.report import duration, place, plural, size
 from megakernel.split import split_choices
+from megakernel.target import find_target
 from megakernel.visits import expected_experts
 
 ROWS = tuple(PUBLISHED_SECONDS)
@@ -30,7 +32,7 @@ _VERIFIED = 8
 
 def cost_text(cost: Cost) -> str:
     """Phases, bound, floor, divisions of the experts, assumptions and their check."""
-    parts = (_phases(cost), _divisions(cost.plan), _assumptions(cost), _check(cost.rates))
+    parts = (_phases(cost), _divisions(cost.plan), _assumptions(cost), _check(_rates_of_v7x(cost)))
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
@@ -47,12 +49,16 @@ def comparison_text(plan_of: Callable[[int], Plan], known: Cost) -> str:
       known: the prediction of one of these plans, kept as it is.
     """
     lines = [
-        "Steps of 1 to 8 rows, in ms (predicted), beside the other kernel's, as published:",
+        "Steps of 1 to 8 rows, in ms (predicted), beside this project's goal and the other kernel's, as published:",
         f"  {'rows':<6}{'bundles':<11}{'predicted':>10}{'HBM alone':>11}{'computing':>11}{'exchanges':>11}{'floor':>8}"
         f"{'goal':>7}{'published':>11}{'its floor':>11}",
     ]
     for rows in ROWS:
-        plan = plan_of(rows)
+        try:
+            plan = plan_of(rows)
+        except PlanError as refusal:
+            lines.append(f"  {rows:<6}does not fit: {str(refusal).partition(';')[0]}")
+            continue
         cost = known if plan == known.plan else predict(plan)
         goal = f"{GOAL_SECONDS[rows] * 1e3:.1f}" if rows in GOAL_SECONDS else ""
         own = "".join(f"{seconds * 1e3:>11.2f}" for seconds in cost.alone.values())
@@ -131,6 +137,11 @@ def _assumptions(cost: Cost) -> Iterator[str]:
     if cost.plan.drafter and DRAFTING not in (phase.name for phase in cost.phases):
         uncounted.append(f"the search of drafter {cost.plan.drafter.name!r}")
     yield f"  not counted: {', '.join(uncounted)}"
+
+
+def _rates_of_v7x(cost: Cost) -> Rates:
+    """What the prediction assumed, if it is of the kind of machine on which the other kernel was measured."""
+    return cost.rates if cost.plan.target.name == "v7x" else rates_of(find_target("v7x"))
 
 
 def _check(rates: Rates) -> Iterator[str]:

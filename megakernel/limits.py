@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megakernel.program import LANES
@@ -40,11 +41,14 @@ def check_request(
         if isinstance(count, bool) or not isinstance(count, int):
             raise PlanError(f"{name} = {count!r}; expected an integer")
     if not 1 <= sequences <= MAX_ROWS:
-        raise PlanError(f"sequences = {sequences}; one step carries 1 to {MAX_ROWS} rows: split the batch")
+        advice = ": split the batch" if sequences > MAX_ROWS else ""
+        raise PlanError(f"sequences = {sequences}; one step carries 1 to {MAX_ROWS} rows{advice}")
     if sequences * tokens > MAX_ROWS:
+        fewer = MAX_ROWS // sequences - 1
         raise PlanError(
             f"{sequences} sequences with {tokens - 1} drafted tokens each need {sequences * tokens} rows, and a step "
-            f"carries {MAX_ROWS}; lower draft_tokens to {max(MAX_ROWS // sequences - 1, 0)} or decode fewer together"
+            f"carries {MAX_ROWS}; {f'lower draft_tokens to {fewer}' if fewer else 'leave out the drafter'} or decode "
+            "fewer together"
         )
     if not 1 <= context <= config.max_position_embeddings:
         raise PlanError(f"context = {context}; {config.name} has positions 1 to {config.max_position_embeddings}")
@@ -91,14 +95,25 @@ def check_memory(plan: Plan) -> None:
         total = sum(used.values())
         if total > limit:
             largest = max(used, key=lambda name: used[name])
-            given = {knob: getattr(plan, knob) for knob in knobs}
-            lower = " or ".join(f"{knob} = {value}" for knob, value in given.items() if value > _LOWEST.get(knob, 1))
-            more_cores = f", or use more cores than {plan.split.cores}" if memory != "SMEM" else ""
             raise PlanError(
                 f"{plan.config.name} on {place(plan)} needs {total / MIB:,.1f} MiB of {memory}, "
                 f"{limit / MIB:,.1f} MiB may be used (largest: {largest}, {used[largest] / MIB:,.1f} MiB); "
-                f"lower {lower}{more_cores}"
+                f"{(memory == 'HBM' and _weights_alone(plan, limit)) or _knobs(plan, memory, knobs)}"
             )
+
+
+def _weights_alone(plan: Plan, limit: int) -> str:
+    """How many cores it takes at least where no other knob can help."""
+    from megakernel.memory import weight_buffers
+
+    weights = sum(buffer.padded_bytes for buffer in weight_buffers(plan).values())
+    return f"the weights alone fill {-(-weights * plan.split.cores // limit)} cores" if weights > limit else ""
+
+
+def _knobs(plan: Plan, memory: str, knobs: Sequence[str]) -> str:
+    given = {knob: getattr(plan, knob) for knob in knobs}
+    lower = " or ".join(f"{knob} = {value}" for knob, value in given.items() if value > _LOWEST.get(knob, 1))
+    return f"lower {lower}" + (f", or use more cores than {plan.split.cores}" if memory != "SMEM" else "")
 
 
 def check_counters(plan: Plan) -> None:

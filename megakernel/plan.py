@@ -322,7 +322,7 @@ def make_plan(
         default: the division whose busiest core is expected to read least.
       sequences: sequences decoded together; each has one row in a step, and one more for every drafted token.
       context: positions that a sequence may reach, prompt included; default: the model's, at most 4,096.
-      launch_steps: most tokens, given and new, that one launch takes a sequence on; default: `context`.
+      launch_steps: most tokens, given and new, that one launch takes a sequence on; default: `context`, at most 4,096.
       activations: number format between phases; default: the target's.
       ring_depth: blocks of the tape kept in flight; default: as many as fit, the whole tape if it fits.
       block: `(rows, lanes)` of a tape block; default: the shape that wastes least.
@@ -341,7 +341,6 @@ def make_plan(
       PlanError: the request cannot be served; the message says which number is too large and which knob helps.
     """
     context = min(config.max_position_embeddings, 4096) if context is None else context
-    launch_steps = context if launch_steps is None else launch_steps
     for name, given, known in (("activations", activations, BYTES), ("wire", wire, WIRE_BYTES), ("hops", hops, (1, 2))):
         if given not in (None, *known):
             raise PlanError(f"{name} = {given!r}; expected one of {', '.join(map(str, known))}")
@@ -350,6 +349,7 @@ def make_plan(
         raise PlanError(f"{given}: with cores = 1 nothing travels; leave it out or raise cores")
     tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
     check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
+    launch_steps = min(context, 4096) if launch_steps is None else launch_steps
     weights = target.weights
     split = choose_split(config, cores, expert_groups, sequences * tokens)
     if drafter:

@@ -27,10 +27,11 @@ def choose_split(config: ModelConfig, cores: int, expert_groups: int | None, row
     if expert_groups is not None:
         choices = [split for split in choices if split.expert_groups == expert_groups]
     if not choices:
+        possible = " or ".join(str(split.expert_groups) for split in split_choices(config, cores))
         asked = f" in {expert_groups} groups" if expert_groups is not None else ""
         raise PlanError(
-            f"{cores} cores cannot share experts of width {config.moe_intermediate_size}{asked}: every core needs "
-            "whole groups of 32; the number of groups must divide the cores"
+            f"{cores} cores cannot share experts of width {config.moe_intermediate_size}{asked}: each core's part must "
+            f"be whole groups of 32; expert_groups may be {possible}"
         )
     if cores > 1 and config.hidden_size % LANES:
         raise PlanError(f"hidden_size = {config.hidden_size} is no multiple of {LANES}: {cores} cores cannot share it")

@@ -17,6 +17,7 @@ from jax.extend.random import threefry_2x32
 _LEAST, _MOST = 1e-30, 1e30
 """Of temperature, and the first of top_p too: logits over it, and probabilities times it, stay inside float32."""
 MAX_BIASES = 1024
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,10 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is None or isinstance(value, (str, bytes, bool)):
+                raise ValueError(f"{name} = {value!r}; expected a number")
         if self.temperature != 0 and not _LEAST <= self.temperature <= _MOST:
             raise ValueError(f"temperature = {self.temperature}; expected 0 (greedy) or {_LEAST} to {_MOST}")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or not 0 <= self.top_k < 1 << 31:

@@ -34,7 +34,7 @@ def choose_drafter(draft: str | Path, model: LoadedModel) -> Draft | None:
         shipped = ", ".join(sorted(path.name for path in SHIPPED.glob("*-dspark")))
         raise PlanError(
             f"draft = {str(draft)!r}: no drafter for {model.config.name}; known: 'none', 'ngram', 'dspark' "
-            f"(shipped: {shipped}) and the folder of a DSpark checkpoint"
+            f"for a model that has one (shipped: {shipped}) and the folder of a DSpark checkpoint"
         )
     key = ("drafter", str(folder.resolve()))
     if key not in model.derived:

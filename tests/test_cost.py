@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 
 import pytest
 
@@ -192,6 +193,26 @@ def test_times_of_small_models_are_in_microseconds() -> None:
     assert f"Predicted step: {cost.seconds * 1e6:.2f} us; bound by " in text
     assert f"take {cost.floor_seconds * 1e6:.2f} us, so {1 / cost.floor_seconds:,.0f} tokens/s at most\n" in text
     assert "0.00" not in text
+
+
+def test_rows_that_do_not_fit_say_so_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "kimi-k3", "--target", "tpu7x:4x4x1", "--context", "8192"]
+    assert main([*asked, "--launch-steps", "8192"]) == 0
+    table = capsys.readouterr().out.partition("Steps of 1 to 8 rows")[2]
+    assert re.search(r"\n  4     estimated +\d", table)
+    assert re.search(
+        r"\n  8     does not fit: kimi-k3 on one of 32 cores of v7x needs 0.8 MiB of SMEM, 0.5 MiB may", table
+    )
+    assert main(asked) == 0
+    assert "does not fit" not in capsys.readouterr().out
+
+
+def test_the_check_is_of_the_machine_that_was_measured() -> None:
+    """Whatever machine the prediction is for."""
+    nano = ModelConfig.preset("k3-nano")
+    texts = [cost_text(predict(make_plan(nano, find_target(name)))) for name in ("v5e", "v7x")]
+    checks = [text.partition("Check: ")[2] for text in texts]
+    assert checks[0] == checks[1] != ""
 
 
 def test_the_command_line_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,14 @@ def test_integers_of_numpy_are_integers() -> None:
     assert make_stop(random_model(), np.int64(9)).tokens == (1, 9)  # type: ignore[arg-type]
 
 
+def test_what_is_not_a_number_or_not_a_model_is_named() -> None:
+    for name, value in (("temperature", "hot"), ("top_p", None), ("min_p", True)):
+        with pytest.raises(ValueError, match=f"{name} = {value!r}; expected a number"):
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model = 'k3-nano'; expected a loaded model: load\('k3-nano'\)"):
+        decode("k3-nano", "Call me")  # type: ignore[arg-type]
+
+
 # ---- numbers at the ends of float32 ----
 
 

@@ -238,7 +238,7 @@ TIGHT = dataclasses.replace(find_target("v7x"), hbm_bytes=8 << 20)
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"sequences": 0}, r"sequences = 0; one step carries 1 to 16 rows"),
+        ({"sequences": 0}, r"sequences = 0; one step carries 1 to 16 rows$"),
         ({"sequences": 17}, r"sequences = 17; one step carries 1 to 16 rows: split the batch"),
         ({"sequences": 1.0}, r"sequences = 1.0; expected an integer"),
         ({"sequences": True}, r"sequences = True; expected an integer"),
@@ -282,6 +282,15 @@ TIGHT = dataclasses.replace(find_target("v7x"), hbm_bytes=8 << 20)
 def test_refusals_have_the_numbers_and_the_knob(request_: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         make_plan(MINI, **request_)
+
+
+def test_a_model_that_no_context_helps_says_how_many_cores() -> None:
+    k3 = ModelConfig.preset("kimi-k3")
+    with pytest.raises(PlanError, match=r"98,228.5 MiB may be used .*; the weights alone fill 16 cores$"):
+        make_plan(k3, find_target("v7x"))
+    with pytest.raises(PlanError, match=r"in 3 groups: .*; expert_groups may be 1 or 2 or 4 or 8 or 16 or 32$"):
+        make_plan(k3, find_target("v7x"), cores=32, expert_groups=3)
+    assert make_plan(k3, find_target("v7x"), cores=32, context=1 << 17).launch_steps == 4096
 
 
 @pytest.mark.parametrize(

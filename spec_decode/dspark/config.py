@@ -158,5 +158,5 @@ def dspark_specs(config: DSparkConfig) -> dict[str, TensorSpec]:
 
 def _require(section: Mapping[str, Any], key: str) -> Any:
     if section.get(key) is None:
-        raise ConfigError(f"{key} is missing from the drafter's configuration")
+        raise ConfigError(f"{key} is missing from the drafter's configuration; expected that of a DSpark checkpoint")
     return section[key]
