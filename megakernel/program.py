@@ -107,8 +107,7 @@ def kda_matrices(split: Split) -> tuple[Matrix, ...]:
     else:
         low_rank["gate_low"] = "self_attn.g_a_proj.weight"
         gate_up = (Matrix("kda_gate", dim, (Column("gate", width, "self_attn.g_b_proj.weight"),)),)
-    piece = split.piece(dim)
-    narrow += [Column(name, piece, tensor, lanes=split.narrow_lanes(piece)) for name, tensor in low_rank.items()]
+    narrow += [_piece(split, name, dim, tensor) for name, tensor in low_rank.items()]
     return (
         Matrix("kda_narrow", hidden, tuple(narrow)),
         Matrix("kda_in", hidden, tuple(inputs)),
@@ -128,10 +127,10 @@ def mla_matrices(split: Split) -> tuple[Matrix, ...]:
     inputs = [Column("gate", heads * value, "self_attn.g_proj.weight")] if config.mla_use_output_gate else []
     if rank is None:
         inputs += query
-    kv_a, kv_b = "self_attn.kv_a_proj_with_mqa.weight", "self_attn.kv_b_proj.weight"
-    low = split.piece(split.low_width)
+    kv_b = "self_attn.kv_b_proj.weight"
+    low = _piece(split, "low", split.low_width, "self_attn.kv_a_proj_with_mqa.weight", "low")
     return (
-        Matrix("mla_low", hidden, (Column("low", low, kv_a, "low", lanes=split.narrow_lanes(low)),)),
+        Matrix("mla_low", hidden, (low,)),
         *((Matrix("mla_in", hidden, tuple(inputs)),) if inputs else ()),
         *(() if rank is None else (Matrix("mla_query", rank, tuple(query)),)),
         Matrix("mla_absorb", nope, (Column("key", kv, kv_b, "key"),), groups=heads),
@@ -147,12 +146,10 @@ def dense_matrices(split: Split) -> tuple[Matrix, ...]:
 def moe_matrices(split: Split) -> tuple[Matrix, ...]:
     config, moe = split.config, "block_sparse_moe"
     hidden, latent = config.hidden_size, config.routed_expert_hidden_size
-    narrow = [(config.num_experts, "router", "gate")]
+    narrow = [_piece(split, "router", config.num_experts, f"{moe}.gate.weight")]
     if config.latent_experts:
-        narrow.insert(0, (latent, "latent", "routed_expert_down_proj"))
-    pieces = ((name, split.piece(width), f"{moe}.{tensor}.weight") for width, name, tensor in narrow)
-    columns = tuple(Column(*piece, lanes=split.narrow_lanes(piece[1])) for piece in pieces)
-    matrices = [Matrix("router", hidden, columns)]
+        narrow.insert(0, _piece(split, "latent", latent, f"{moe}.routed_expert_down_proj.weight"))
+    matrices = [Matrix("router", hidden, tuple(narrow))]
     if config.num_shared_experts:
         shared_in, shared_out = _ffn_matrices("shared", f"{moe}.shared_experts", hidden, split.shared_width)
         if config.latent_experts:
@@ -169,6 +166,12 @@ def head_matrices(split: Split) -> tuple[Matrix, ...]:
     config = split.config
     tensor = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     return (Matrix("head", config.hidden_size, (Column("logits", split.vocabulary, tensor),)),)
+
+
+def _piece(split: Split, name: str, width: int, tensor: str, part: Part = "all") -> Column:
+    """One core's piece of a vector of `width` entries that is gathered."""
+    own = split.piece(width)
+    return Column(name, own, tensor, part, split.narrow_lanes(own))
 
 
 def _ffn_matrices(name: str, prefix: str, hidden: int, width: int) -> tuple[Matrix, Matrix]:

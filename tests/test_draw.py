@@ -178,7 +178,7 @@ def test_ring_is_used_as_drawn(name, monkeypatch):
     plan = PLANS[name]
     recorded = recorded_order(plan, monkeypatch)
     looped = {name for name, tiling in plan.tilings.items() if tiling.cuts > 16}
-    assert looped <= {"head"}  # a loop is traced once: see test_tiling
+    assert looped <= {"head"}  # a loop is traced once: see test_linear
     for names, sublayer in ((KDA, "kda_attention"), (MLA, "mla_attention"), (MOE, "moe_ffn"), (DENSE, "dense_ffn")):
         wanted = {*plan.matrices, "wait for ring", "read of ring"}
         assert drawn_ring(plan, names) == [event for event in recorded[sublayer] if event in wanted]
