@@ -107,7 +107,9 @@ def _weights_alone(plan: Plan, limit: int) -> str:
     from megakernel.memory import weight_buffers
 
     weights = sum(buffer.padded_bytes for buffer in weight_buffers(plan).values())
-    return f"the weights alone fill {-(-weights * plan.split.cores // limit)} cores" if weights > limit else ""
+    return (
+        f"use more cores: the weights alone fill {-(-weights * plan.split.cores // limit)}" if weights > limit else ""
+    )
 
 
 def _knobs(plan: Plan, memory: str, knobs: Sequence[str]) -> str:
