@@ -95,10 +95,11 @@ def check_memory(plan: Plan) -> None:
         total = sum(used.values())
         if total > limit:
             largest = max(used, key=lambda name: used[name])
+            weights_alone = _weights_alone(plan, limit) if memory == "HBM" else ""
             raise PlanError(
                 f"{plan.config.name} on {place(plan)} needs {total / MIB:,.1f} MiB of {memory}, "
                 f"{limit / MIB:,.1f} MiB may be used (largest: {largest}, {used[largest] / MIB:,.1f} MiB); "
-                f"{(memory == 'HBM' and _weights_alone(plan, limit)) or _knobs(plan, memory, knobs)}"
+                f"{weights_alone or _knobs(plan, memory, knobs)}"
             )
 
 

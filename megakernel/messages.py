@@ -41,17 +41,15 @@ def exact_lanes(plan: Plan, width: int) -> int:
     return width if plan.activations == "float32" else 3 * width
 
 
-def total_widths(plan: Plan) -> dict[int, int]:
-    """Widths of the sums that every core needs whole, and how many of each there are in a step."""
-    config, moe = plan.config, plan.moe_layers
-    found = {config.hidden_size: 2 * config.num_hidden_layers - moe}
-    if moe:
-        width = config.routed_expert_hidden_size
-        if not config.latent_experts:
-            width = config.hidden_size * (2 if config.num_shared_experts else 1)
-        found[width] = found.get(width, 0) + moe
+def total_widths(plan: Plan) -> tuple[int, ...]:
+    """Widths of the sums that every core needs whole."""
+    config, widths = plan.config, [plan.config.hidden_size]
+    if plan.moe_layers and config.latent_experts:
+        widths.append(config.routed_expert_hidden_size)
+    elif plan.moe_layers and config.num_shared_experts:
+        widths.append(2 * config.hidden_size)
     drafts = plan.drafter.sum_widths if plan.drafter else ()
-    return dict.fromkeys(drafts, 0) | found
+    return tuple(dict.fromkeys((*widths, *drafts)))
 
 
 def hops_of_sums(plan: Plan) -> list[int]:

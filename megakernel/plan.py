@@ -35,7 +35,8 @@ _EXPERT_SHARE = 0.25
 """Part of VMEM for experts on their way, unless a plan asks for a number of slots."""
 _DEEPEST_RING = 64
 """Most blocks in flight: what is fetched while an exchange or the experts keep the tape waiting."""
-
+_USUAL_CONTEXT = 4096
+"""Most positions, and tokens of a launch, that a plan has room for unless it is asked for more."""
 _PAGES_IN_FLIGHT, _PAGES_BYTES = 8, 2 * MIB
 """A small page is computed with in less time than a copy of it takes to begin; of large ones two are enough."""
 
@@ -340,7 +341,7 @@ def make_plan(
     Raises:
       PlanError: the request cannot be served; the message says which number is too large and which knob helps.
     """
-    context = min(config.max_position_embeddings, 4096) if context is None else context
+    context = min(config.max_position_embeddings, _USUAL_CONTEXT) if context is None else context
     for name, given, known in (("activations", activations, BYTES), ("wire", wire, WIRE_BYTES), ("hops", hops, (1, 2))):
         if given not in (None, *known):
             raise PlanError(f"{name} = {given!r}; expected one of {', '.join(map(str, known))}")
@@ -349,7 +350,7 @@ def make_plan(
         raise PlanError(f"{given}: with cores = 1 nothing travels; leave it out or raise cores")
     tokens = 1 + _draft_tokens(config, sequences, drafter, draft_tokens)
     check_request(config, target, sequences, tokens, context, page, ring_depth, expert_slots)
-    launch_steps = min(context, 4096) if launch_steps is None else launch_steps
+    launch_steps = min(context, _USUAL_CONTEXT) if launch_steps is None else launch_steps
     weights = target.weights
     split = choose_split(config, cores, expert_groups, sequences * tokens)
     if drafter:

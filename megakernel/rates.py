@@ -23,6 +23,8 @@ SIBLING_BYTES_PER_S = 101e9
 TILE_SECONDS = 20e-9
 """To push a 256 x 256 tile of bfloat16 weights into one matrix unit. Published."""
 TILE = 256 * 256
+REGISTER = 8 * 128
+"""Numbers of float32 in a vector register."""
 
 # Bundles of vector work, as compiled for v7x (JAX 0.10.2) of kimi-k3 on 32 cores, tiles of 8 rows. Used where no
 # schedule of the plan at hand is given.

@@ -20,6 +20,7 @@ from megakernel.rates import (
     NORM_BUNDLES,
     PAGE_BUNDLES,
     PIECE_BUNDLES,
+    REGISTER,
     SEND_BUNDLES,
     STATE_BUNDLES,
     TILE,
@@ -28,7 +29,7 @@ from megakernel.rates import (
 )
 from megakernel.visits import bundles, expected_experts, expected_visits
 
-_SUBLANES, _REGISTER = 8, 1024  # of float32 numbers
+_SUBLANES = 8  # of float32 numbers
 
 
 class StepModel:
@@ -120,7 +121,7 @@ class StepModel:
         for name in windows:
             self.pipe.wait(name)
         replays = 2 if plan.tokens > 1 else 1
-        state = split.kda_heads * plan.sequences * config.kda_head_dim**2 / _REGISTER
+        state = split.kda_heads * plan.sequences * config.kda_head_dim**2 / REGISTER
         self.vector("delta rule", STATE_BUNDLES * replays * plan.tokens * state)
         for name in windows:
             self.pipe.write(self.layer_bytes(name))
@@ -244,7 +245,7 @@ class StepModel:
         self.product("head")
         self.pipe.phase = "sampling"
         cores = plan.split.cores
-        logits = LOGIT_BUNDLES * config.vocab_size / _REGISTER
+        logits = LOGIT_BUNDLES * config.vocab_size / REGISTER
         for _ in range(-(-plan.live_rows // cores)) if cores > 1 else ():
             shard = self.plan.split.vocabulary * 4
             self.pipe.start_exchange("logits", shard, cores)
@@ -282,7 +283,7 @@ class StepModel:
         cores = self.plan.split.cores
         if cores == 1:
             return lambda: None
-        handled = PIECE_BUNDLES * cores * round_up(rows, _SUBLANES) * lanes / _REGISTER
+        handled = PIECE_BUNDLES * cores * round_up(rows, _SUBLANES) * lanes / REGISTER
         self.vector(f"send {name}", SEND_BUNDLES * (cores - 1) + (0 if whole else handled))
         self.pipe.start_exchange(name, rows * lanes * item_bytes, cores)
 
@@ -315,14 +316,14 @@ class StepModel:
         return scaled / self.rates.clock_hz
 
     def registers(self, lanes: int) -> float:
-        return self.plan.rows * lanes / _REGISTER
+        return self.plan.rows * lanes / REGISTER
 
     def visit_bundles(self) -> float:
         config, (_, in_lanes), (_, out_lanes) = self.plan.config, *self.plan.expert_shapes
         weights = config.routed_expert_hidden_size * in_lanes + self.plan.split.expert_width * out_lanes
         if config.expert_format == "bf16":
             return weights / TILE * self.rates.tile_seconds * self.rates.clock_hz
-        return bundles(self.plan.expert_rows) * weights / _REGISTER
+        return bundles(self.plan.expert_rows) * weights / REGISTER
 
     def layer_bytes(self, cache: str) -> float:
         return self.caches[cache].padded_bytes / self.caches[cache].shape[0]

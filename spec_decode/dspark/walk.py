@@ -8,11 +8,9 @@ from __future__ import annotations
 from megakernel.limits import POSITION_GROUP
 from megakernel.plan import BYTES
 from megakernel.program import LANES, round_up
-from megakernel.rates import LOGIT_BUNDLES, NORM_BUNDLES, PAGE_BUNDLES, TILE, TILE_BUNDLES
+from megakernel.rates import LOGIT_BUNDLES, NORM_BUNDLES, PAGE_BUNDLES, REGISTER, TILE, TILE_BUNDLES
 from megakernel.step_model import StepModel
 from spec_decode.dspark.share import Share
-
-_REGISTER = 8 * LANES
 
 
 def walk_proposal(share: Share, model: StepModel) -> None:
@@ -80,7 +78,7 @@ def _choose(share: Share, model: StepModel) -> None:
     """Every core looks through its own part of the vocabulary; the best of each is exchanged."""
     plan = model.plan
     entries = share.config.vocab_size if plan.split.cores == 1 else plan.split.vocabulary
-    model.vector("choose a draft", plan.sequences * LOGIT_BUNDLES * entries / _REGISTER)
+    model.vector("choose a draft", plan.sequences * LOGIT_BUNDLES * entries / REGISTER)
     model.start_gather("best drafts", [LANES])()
 
 
